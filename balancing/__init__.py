@@ -3,19 +3,16 @@
 lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
                                                         +-----> plan_statistics, explain     (analysis/)
 
-plan             global batches: mini-batches, micro-steps, ranks
-schedule         one mini-batch: Karmarkar-Karp (assignment), long steps first, lower_bounds
-prefix_packing   one mini-batch with shared prefixes (prefixes), each computed once per micro-batch
-packing          sequences into micro-batches under caps: filling, exchange, padded
-partition        k sets of equal weight
-cost_model       costs of sequences, counted from a model config or fitted to measurements
-model_counts     weights of a model's layers, read under its family's names (model_fields)
-context_degrees  by micro-step: how many ranks share a sequence
-alignment        padding and chunks for context parallelism
-pipeline         order of passes on each stage (pipeline_plan, pipeline_time, micro_step_targets: least makespan)
-time_model       seconds of a step on a described cluster
-baselines        algorithms of other systems
-analysis         statistics, explanations, comparisons, charts, `python -m balancing`
+plan             global batches: mini-batches, micro-steps, ranks schedule         one mini-batch:
+Karmarkar-Karp (assignment), long steps first, lower_bounds prefix_packing   one mini-batch with shared
+prefixes (prefixes), each computed once per micro-batch packing          sequences into micro-batches under
+caps: filling, exchange, padded partition        k sets of equal weight cost_model       costs of sequences,
+counted from a model config or fitted to measurements model_counts     weights of a model's layers, read under
+its family's names (model_fields) context_degrees  by micro-step: how many ranks share a sequence alignment
+padding and chunks for context parallelism pipeline         order of passes on each stage (pipeline_plan,
+pipeline_time, micro_step_targets: least makespan) time_model       seconds of a step on a described cluster
+baselines        algorithms of other systems analysis         statistics, explanations, comparisons, charts,
+`python -m balancing`
 """
 
 from balancing.analysis.explain import explain

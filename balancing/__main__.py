@@ -23,7 +23,14 @@ from balancing.analysis.comparison import OURS, SMALL_ENDS, STRATEGIES, Batch, O
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.explain import explain
 from balancing.analysis.gantt import Chart, chart_of_ranks, chart_of_stages, figure_of
-from balancing.analysis.lengths_file import PREFIXES, read_column, read_json, read_lengths, recorded_arguments, run_step
+from balancing.analysis.lengths_file import (
+    PREFIXES,
+    read_column,
+    read_json,
+    read_lengths,
+    recorded_arguments,
+    run_step,
+)
 from balancing.analysis.statistics import time_grids
 from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import SEVEN_BILLION, CostModel, exchange_share
@@ -34,10 +41,10 @@ from balancing.plan import plan_batch
 RANKS, MINI_BATCHES = 8, 4
 MOST_SEQUENCES = 10**6
 NOTE = (
-    "Over ideal: step time compared with workload of the real tokens / ranks (/ stages). Over cap: micro-batches above "
-    "the cap. Padding: share of computed tokens. Idle, bubble: share of a rank's or the stages' time. "
-    "Over bound: above a lower bound for as many micro-steps. To plan: median time on this machine, with warm compiled "
-    "code. The published systems form other mini-batches."
+    "Over ideal: step time compared with workload of the real tokens / ranks (/ stages). Over cap: "
+    "micro-batches above the cap. Padding: share of computed tokens. Idle, bubble: share of a rank's or "
+    "the stages' time. Over bound: above a lower bound for as many micro-steps. To plan: median time on "
+    "this machine, with warm compiled code. The published systems form other mini-batches."
 )
 
 
@@ -79,7 +86,11 @@ def _run(options: argparse.Namespace) -> None:
     if options.lengths is not None and options.lengths.is_dir():
         record = run_step(options.lengths, options.step)
         recorded = recorded_arguments(record)
-        how = "as the run planned it" if "ranks" in recorded else "whose plan was not recorded: defaults are assumed"
+        how = (
+            "as the run planned it"
+            if "ranks" in recorded
+            else "whose plan was not recorded: defaults are assumed"
+        )
         source = f"Step {record.get('step')} of {options.lengths}, {how}. Options given here come first.\n"
         console.print(source, markup=False, highlight=False, soft_wrap=True)
     batch = _batch(options, recorded)
@@ -155,7 +166,12 @@ def _config(path: Path | None) -> dict[str, Any]:
 
 
 def _table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
-    layout: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "title_justify": "left", "caption_justify": "left"}
+    layout: dict[str, Any] = {
+        "box": SIMPLE_HEAD,
+        "pad_edge": False,
+        "title_justify": "left",
+        "caption_justify": "left",
+    }
     table = Table(title=_headline(batch), caption=NOTE, **layout)
     columns = ["strategy", *outcomes[0].figures, "to plan"]
     for name in columns:
@@ -213,7 +229,9 @@ def _sequences(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = _Parser(
+        prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     source = parser.add_argument_group("lengths")
     add = source.add_argument
     add("lengths", nargs="?", type=Path, help=".json, .jsonl, .csv, .parquet, or the folder of a run")
@@ -222,13 +240,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
     add("--count", type=_sequences, default=2048, help="sequences to draw (2048)")
     add("--seed", type=_at_least_zero, default=0, help="of the draw and of the mini-batches (0)")
-    add("--group-column", metavar="NAME", help="key or column that is equal for sequences with a shared prefix")
+    add(
+        "--group-column",
+        metavar="NAME",
+        help="key or column that is equal for sequences with a shared prefix",
+    )
     add("--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix")
-    how = parser.add_argument_group("plan", "Defaults in brackets. A run's folder brings the arguments of its plans.")
+    how = parser.add_argument_group(
+        "plan", "Defaults in brackets. A run's folder brings the arguments of its plans."
+    )
     add = how.add_argument
     add("--ranks", type=_at_least_one, help=f"data-parallel ranks ({RANKS})")
     add("--mini-batches", type=_at_least_one, metavar="N", help=f"drawn at random ({MINI_BATCHES})")
-    add("--max-tokens", type=_at_least_one, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
+    add(
+        "--max-tokens",
+        type=_at_least_one,
+        metavar="N",
+        help="cap of a micro-batch (twice the longest sequence)",
+    )
     add("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
     add("--pipeline", type=_at_least_one, metavar="P", help="pipeline stages on each rank (no pipeline)")
     add("--context-parallel", type=_at_least_one, metavar="C", help="most ranks that share a sequence (1)")
@@ -236,7 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     picture = parser.add_argument_group("picture")
     picture.add_argument("--png", type=Path, help="Gantt charts before and after")
     named = [*STRATEGIES[:-1], SMALL_ENDS]
-    picture.add_argument("--before", choices=named, metavar="NAME", help=f"the upper chart: {', '.join(named)}")
+    picture.add_argument(
+        "--before", choices=named, metavar="NAME", help=f"the upper chart: {', '.join(named)}"
+    )
     return parser
 
 

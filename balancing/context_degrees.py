@@ -1,4 +1,5 @@
-"""Choose over how many ranks each sequence of a mini-batch is cut: the context-parallel degree of its micro-step.
+"""Choose over how many ranks each sequence of a mini-batch is cut: the context-parallel degree of its
+micro-step.
 
     4 ranks     degree 4   [ 0   0   0   0 ]     one micro-batch in a step, its cap and its speed those of 4 ranks
                 degree 2   [ 1   1 | 2   2 ]     ranks that share a micro-batch are neighbours
@@ -6,12 +7,13 @@
 
     sequences, heaviest first --cut into classes of falling degree--> each planned as with a fixed degree (schedule.py)
 
-All blocks of a micro-step have one degree. A class is cut where the heaviest sequences, each spread over its ranks,
-fill whole micro-steps. A quick estimate compares the cuts. The best few and all fixed degrees are planned, so that no
-fixed degree is faster.
+All blocks of a micro-step have one degree. A class is cut where the heaviest sequences, each spread over its
+ranks, fill whole micro-steps. A quick estimate compares the cuts. The best few and all fixed degrees are
+planned, so that no fixed degree is faster.
 
-A rank of d computes a sequence of L tokens in a L / d + b L^2 / d + a e s(d) L. The last term sends its heads to the
-other ranks, which short sequences pay for little gain: s = (d - 1) / d^2 with Ulysses, (d - 1) / d on a ring.
+A rank of d computes a sequence of L tokens in a L / d + b L^2 / d + a e s(d) L. The last term sends its heads
+to the other ranks, which short sequences pay for little gain: s = (d - 1) / d^2 with Ulysses, (d - 1) / d on
+a ring.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,8 +44,9 @@ STEPS_TRIED = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)
 class ContextDegrees:
     """maximum: the largest degree, a power of two. Degrees are 1, 2, 4, ... maximum.
 
-    exchange: e, time to send what all heads of a token exchange, as a share of its `CostModel.linear`. ring: whether
-    keys and values go from rank to rank, instead of heads to all. Raises OptionError for values out of range.
+    exchange: e, time to send what all heads of a token exchange, as a share of its `CostModel.linear`. ring:
+    whether keys and values go from rank to rank, instead of heads to all. Raises OptionError for values out
+    of range.
     """
 
     maximum: int
@@ -63,13 +66,19 @@ class ContextDegrees:
         return tuple(2**power for power in reversed(range(self.maximum.bit_length())))
 
     def costs(self, model: CostModel, degree: int) -> CostModel:
-        """Return the costs on each of the `degree` ranks that share a sequence. Each computes all of its images."""
+        """Return the costs on each of the `degree` ranks that share a sequence. Each computes all of its
+        images.
+        """
         sent = (degree - 1) / degree if self.ring else (degree - 1) / degree**2
         return replace(
-            model, linear=model.linear * (1 / degree + self.exchange * sent), quadratic=model.quadratic / degree
+            model,
+            linear=model.linear * (1 / degree + self.exchange * sent),
+            quadratic=model.quadratic / degree,
         )
 
-    def workload(self, model: CostModel, lengths: Integers, images: Images | None, degree_of: Integers) -> Floats:
+    def workload(
+        self, model: CostModel, lengths: Integers, images: Images | None, degree_of: Integers
+    ) -> Floats:
         """Return the cost of each sequence over all ranks that share it. degree_of: int64 [n]."""
         work = np.empty(len(lengths))
         for degree in np.unique(degree_of).tolist():
@@ -94,9 +103,15 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def fastest_parts(rows: Integers, classes: "Classes", min_count: int, plan: PlanPart) -> list[Part]:
-    """Return the fastest plan found. rows: int64 [n], as in `classes`. Raises CountError if no plan has `min_count`."""
-    fixed = [(classes.bound(each), ((each, len(rows)),)) for each in classes.degrees if classes.least[0] <= each]
-    best, time, problem = list[Part](), np.inf, CountError("no degree has room for the longest sequence")
+    """Return the fastest plan found. rows: int64 [n], as in `classes`. Raises CountError if no plan has
+    `min_count`.
+    """
+    fixed = [
+        (classes.bound(each), ((each, len(rows)),)) for each in classes.degrees if classes.least[0] <= each
+    ]
+    best = list[Part]()
+    time = np.inf
+    problem = CountError("no degree has room for the longest sequence")
     promising = classes.promising()
     for least, cuts in [*promising, *reversed(fixed)]:
         if least >= time or (len(cuts) > 1 and time <= promising[0][0] * (1 + NEAR)):
@@ -107,14 +122,16 @@ def fastest_parts(rows: Integers, classes: "Classes", min_count: int, plan: Plan
             problem = error
             continue
         if sum(part.time for part in found) < time:
-            best, time = found, sum(part.time for part in found)
+            best = found
+            time = sum(part.time for part in found)
     if not best:
         raise problem
     return best
 
 
 def _planned(rows: Integers, cuts: Cuts, min_count: int, plan: PlanPart) -> list[Part]:
-    found, start = list[Part](), 0
+    found = list[Part]()
+    start = 0
     for number, (degree, stop) in enumerate(cuts, start=1):
         missing = min_count - sum(part.schedule.steps for part in found) if number == len(cuts) else 1
         found.append(plan(degree, rows[start:stop], max(1, missing)))
@@ -125,8 +142,8 @@ def _planned(rows: Integers, cuts: Cuts, min_count: int, plan: PlanPart) -> list
 class Classes:
     """Estimate the time of classes. n sequences, heaviest first.
 
-    sizes: int64 [n], tokens. weights: by degree, float64 [n], time of each alone. tokens, work: what each adds if all
-    share their prefixes. max_tokens: cap of one rank.
+    sizes: int64 [n], tokens. weights: by degree, float64 [n], time of each alone. tokens, work: what each
+    adds if all share their prefixes. max_tokens: cap of one rank.
     """
 
     def __init__(
@@ -138,8 +155,11 @@ class Classes:
         ranks: int,
         max_tokens: int,
     ) -> None:
-        self.degrees, self._ranks, self._cap = tuple(sorted(weights, reverse=True)), ranks, max_tokens
-        self._sizes, self._weights = sizes, weights
+        self.degrees = tuple(sorted(weights, reverse=True))
+        self._ranks = ranks
+        self._cap = max_tokens
+        self._sizes = sizes
+        self._weights = weights
         self._tokens = np.append(0.0, np.cumsum(tokens))
         self._work = {degree: np.append(0.0, np.cumsum(each)) for degree, each in work.items()}
         needed = 2 ** np.ceil(np.log2(np.maximum(1, -(-sizes // max_tokens)))).astype(np.int64)
@@ -174,7 +194,8 @@ class Classes:
             yield from self._divided(degree, start)
 
     def _divided(self, degree: int, start: int) -> Iterator[tuple[float, Cuts]]:
-        tried, least = 0, self._fastest(degree // 2, start)[0]
+        tried = 0
+        least = self._fastest(degree // 2, start)[0]
         for stop, time in self._micro_steps(degree, start):
             evenly = time + float(self._work[1][-1] - self._work[1][stop]) / self._ranks
             if evenly >= least * (1 + SLACK) or tried > STEPS_TRIED[-1]:  # later cuts are slower still
@@ -187,16 +208,23 @@ class Classes:
                     yield time + after, ((degree, stop), *cuts)
 
     def _micro_steps(self, degree: int, start: int) -> Iterator[tuple[int, float]]:
-        """Yield where each next micro-step ends, and the time until then: of the heaviest sequence of each."""
-        time, every = 0.0, len(self._sizes)
+        """Yield where each next micro-step ends, and the time until then: of the heaviest
+        sequence of each.
+        """
+        time = 0.0
+        every = len(self._sizes)
         while start < every:
             start, level = self._next(degree, start)
             time += level
             yield start, time
 
     def _next(self, degree: int, start: int) -> tuple[int, float]:
-        """Return where a micro-step ends that lasts as long as the heaviest sequence left, and how long that is."""
-        blocks, level, work = self._ranks // degree, float(self._weights[degree][start]), self._work[degree]
+        """Return where a micro-step ends that lasts as long as the heaviest sequence left, and how long that
+        is.
+        """
+        blocks = self._ranks // degree
+        level = float(self._weights[degree][start])
+        work = self._work[degree]
         full = np.searchsorted(work, work[start] + blocks * level * (1 + 1e-9), "right") - 1
         held = np.searchsorted(self._tokens, self._tokens[start] + self._ranks * self._cap, "right") - 1
         stop = max(start + 1, int(min(full, held)))
@@ -206,8 +234,13 @@ class Classes:
         return stop, level
 
     def _whole(self, degree: int, start: int) -> float:
-        """Estimate the time of one class of all sequences from `start` on: heavy ones first, the rest evenly."""
-        blocks, work, time, every = self._ranks // degree, self._work[degree], 0.0, len(self._sizes)
+        """Estimate the time of one class of all sequences from `start` on: heavy ones first, the
+        rest evenly.
+        """
+        blocks = self._ranks // degree
+        work = self._work[degree]
+        time = 0.0
+        every = len(self._sizes)
         while start < every:
             left = float(work[-1] - work[start]) / blocks
             steps = np.ceil((self._tokens[-1] - self._tokens[start]) / (self._ranks * self._cap))

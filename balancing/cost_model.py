@@ -1,4 +1,5 @@
-"""Model the cost of a sequence of L tokens as `linear * L + quadratic * L**2`, plus the same form for its images.
+"""Model the cost of a sequence of L tokens as `linear * L + quadratic * L**2`, plus the same form for its
+images.
 
 model config ----- counted ---+
                               +--> CostModel --> workload of each sequence --> balanced by plans
@@ -10,8 +11,8 @@ measured seconds -- fitted ---+
 
 It minimises relative errors, because timing noise is proportional to the time.
 
-`CostModel.from_model_config` counts 2 FLOPs per token for each weight, and the widths of attention scores and weighted
-sums per squared token.
+`CostModel.from_model_config` counts 2 FLOPs per token for each weight, and the widths of attention scores and
+weighted sums per squared token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,11 +52,12 @@ FLOPS_PER_BYTE = 1_100.0
 
 
 def exchange_share(config: Mapping[str, Any] | object, *, ring: bool = False) -> float:
-    """Return the time to send a token's heads to other ranks, as a share of its matrix products (`ContextDegrees`).
+    """Return the time to send a token's heads to other ranks, as a share of its matrix products
+    (`ContextDegrees`).
 
-    Ulysses sends queries, keys, values and outputs, a ring keys and values, 2 bytes an element. Backward sends as much
-    again and computes twice as much. Transfers that computation hides count too. Raises CostModelError for a missing
-    key.
+    Ulysses sends queries, keys, values and outputs, a ring keys and values, 2 bytes an element. Backward
+    sends as much again and computes twice as much. Transfers that computation hides count too. Raises
+    CostModelError for a missing key.
     """
     layers = count_layers(Fields(config))
     sent = sum(layer.exchanged_in_ring if ring else layer.exchanged for layer in layers)
@@ -64,33 +66,48 @@ def exchange_share(config: Mapping[str, Any] | object, *, ring: bool = False) ->
 
 
 def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float]:
-    """Count a vision tower's forward FLOPs per image token and squared image token, and its patches per image token.
+    """Count a vision tower's forward FLOPs per image token and squared image token, and its patches per image
+    token.
 
     Attention in windows or tiles of fixed size is linear. Returns zeros and one patch for a model of text.
     """
     top = Fields(config, nested="")
     if top.get("vision_config") is None:
         return 0.0, 0.0, 1.0
-    vision, out = Fields(config, nested="vision_config"), Fields(config).integer("hidden_size")
-    width, layers = vision.integer("embed_dim", "hidden_size"), vision.integer("depth", "num_hidden_layers", default=12)
-    merged = vision.get("spatial_merge_size", "pooling_kernel_size") or top.get("scale_factor", "spatial_merge_size")
+    vision = Fields(config, nested="vision_config")
+    out = Fields(config).integer("hidden_size")
+    width = vision.integer("embed_dim", "hidden_size")
+    layers = vision.integer("depth", "num_hidden_layers", default=12)
+    merged = vision.get("spatial_merge_size", "pooling_kernel_size") or top.get(
+        "scale_factor", "spatial_merge_size"
+    )
     merged = merged or 1 / (top.get("downsample_ratio") or 1)
-    kind, patch = str(vision.get("model_type")), vision.integer("patch_size", default=14)
+    kind = str(vision.get("model_type"))
+    patch = vision.integer("patch_size", default=14)
     inner = vision.integer("intermediate_size", default=int(width * (vision.get("mlp_ratio") or 4)))
     if kind.startswith("glm4v"):
         inner = vision.integer("out_hidden_size", default=out)
     matrices = 3 if kind.startswith(("qwen2_5", "pixtral", "glm4v")) else 2
     frames = vision.integer("temporal_patch_size", default=1)
     weights = layers * width * (4 * width + matrices * inner) + 3 * frames * patch * patch * width
-    near, everywhere = 0, layers  # patches that a patch of other layers attends to, layers that attend to all
+    # patches that a patch of other layers attends to, layers that attend to all
+    near = 0
+    everywhere = layers
     if kind.startswith("qwen2_5"):
-        near, everywhere = (vision.integer("window_size") // patch) ** 2, len(vision.get("fullatt_block_indexes"))
+        near = (vision.integer("window_size") // patch) ** 2
+        everywhere = len(vision.get("fullatt_block_indexes"))
     elif vision.get("spatial_merge_size") is None and vision.get("image_size") and kind != "pixtral":
-        near, everywhere = (vision.integer("image_size") // patch) ** 2, 0
-    patches, mergers = float(merged * merged), 1 + len(vision.get("deepstack_visual_indexes") or ())
+        near = (vision.integer("image_size") // patch) ** 2
+        everywhere = 0
+    patches = float(merged * merged)
+    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
     linear = patches * (2 * weights + 4 * width * near * (layers - everywhere))
     middle = patches * width if frames > 1 else out  # width inside of the projector
-    return linear + 2 * mergers * middle * (patches * width + out), 4.0 * width * everywhere * patches**2, patches
+    return (
+        linear + 2 * mergers * middle * (patches * width + out),
+        4.0 * width * everywhere * patches**2,
+        patches,
+    )
 
 
 TRAINING_FACTOR = 3.0
@@ -104,8 +121,9 @@ class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
     linear: matrix products with weights. quadratic: causal attention. Plans depend only on their ratio.
-    image_linear, image_quadratic: the vision tower's, for each image, by its tokens. patches: of an image token.
-    Raises CostModelError if a coefficient is negative, not finite, or both are 0, and OptionError for an unknown unit.
+    image_linear, image_quadratic: the vision tower's, for each image, by its tokens. patches: of an image
+    token. Raises CostModelError if a coefficient is negative, not finite, or both are 0, and OptionError for
+    an unknown unit.
     """
 
     linear: float
@@ -138,15 +156,21 @@ class CostModel:
         work = tokens * (self.linear + self.quadratic * tokens)
         if images is None:
             return work
-        return work + images.within(tokens, images.tokens * (self.image_linear + self.image_quadratic * images.tokens))
+        return work + images.within(
+            tokens, images.tokens * (self.image_linear + self.image_quadratic * images.tokens)
+        )
 
     def scaled(self, factor: float) -> "CostModel":
         """Multiply by `factor`. `1 / TRAINING_FACTOR` turns training costs into forward costs."""
-        return replace(self.with_images(factor), linear=self.linear * factor, quadratic=self.quadratic * factor)
+        return replace(
+            self.with_images(factor), linear=self.linear * factor, quadratic=self.quadratic * factor
+        )
 
     def with_images(self, factor: float) -> "CostModel":
         """Multiply the cost of images by `factor`."""
-        return replace(self, image_linear=self.image_linear * factor, image_quadratic=self.image_quadratic * factor)
+        return replace(
+            self, image_linear=self.image_linear * factor, image_quadratic=self.image_quadratic * factor
+        )
 
     @classmethod
     def tokens(cls) -> "CostModel":
@@ -157,12 +181,13 @@ class CostModel:
     def from_model_config(
         cls, config: Mapping[str, Any] | object, *, training: bool = True, train_vision: bool = False
     ) -> "CostModel":
-        """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
+        """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with
+        attributes.
 
-        A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts only the
-        active experts, and embedding look-ups nothing. Sliding windows count as full attention.
-        training: forward and backward (`TRAINING_FACTOR`). train_vision: also of the vision tower, which otherwise has
-        only a forward pass. Raises CostModelError for a missing key.
+        A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts
+        only the active experts, and embedding look-ups nothing. Sliding windows count as full attention.
+        training: forward and backward (`TRAINING_FACTOR`). train_vision: also of the vision tower, which
+        otherwise has only a forward pass. Raises CostModelError for a missing key.
         """
         forward = cls(*forward_flops(config), "FLOP", *image_flops(config))
         if not training:
@@ -185,10 +210,14 @@ class CostModel:
 
     @classmethod
     def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
-        """Fit as `fit`, from sum(L) and sum(L**2) of each micro-batch, the form in which a run records them."""
+        """Fit as `fit`, from sum(L) and sum(L**2) of each micro-batch, the form in which a run
+        records them.
+        """
         columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
         if len(columns[0]) != len(columns[1]):
-            raise CostModelError("tokens and squared_tokens differ in length. Pass one of each a micro-batch.")
+            raise CostModelError(
+                "tokens and squared_tokens differ in length. Pass one of each a micro-batch."
+            )
         return _fitted(np.column_stack([np.ones(len(columns[0])), *columns]), seconds)
 
 
@@ -196,8 +225,10 @@ class CostModel:
 class CostFit:
     """A fitted cost model in seconds.
 
-    overhead_seconds: fixed cost of a micro-batch. relative_error: root mean square of `predicted / measured - 1`.
-    condition: of the design matrix with normalised columns. The fit amplifies timing noise by about this factor.
+    overhead_seconds: fixed cost of a micro-batch. relative_error: root mean square of `predicted / measured -
+    1`.
+    condition: of the design matrix with normalised columns. The fit amplifies timing noise by about this
+    factor.
     """
 
     model: CostModel
@@ -222,13 +253,15 @@ def _fitted(terms: Floats, seconds: ArrayLike) -> CostFit:
     condition = _condition(relative)
     if not condition <= HIGHEST_CONDITION:
         raise CostModelError(
-            f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
-            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}). Measure small and large micro-batches, "
-            "of short sequences and of long ones."
+            "the measured micro-batches are too similar to separate overhead, linear and quadratic cost "
+            f"(condition {condition:.3g}, at most {HIGHEST_CONDITION:g}). Measure small and large "
+            "micro-batches, of short sequences and of long ones."
         )
     coefficients = non_negative_least_squares(relative, np.ones(len(times)))
     if not coefficients[1:].any():
-        raise CostModelError("the measured seconds do not grow with tokens. Measure micro-batches of more tokens.")
+        raise CostModelError(
+            "the measured seconds do not grow with tokens. Measure micro-batches of more tokens."
+        )
     error = float(np.sqrt(np.mean((terms @ coefficients / times - 1.0) ** 2)))
     overhead, linear, quadratic = coefficients.tolist()
     return CostFit(CostModel(linear, quadratic, "second"), overhead, error, len(times), condition)
@@ -243,13 +276,17 @@ def non_negative_least_squares(design: Floats, target: Floats) -> Floats:
     """Solve exactly over coefficients >= 0: the best non-negative solution of the column subsets."""
     columns = design.shape[1]
     norms = np.linalg.norm(design, axis=0)
-    best, lowest = np.zeros(columns), float(target @ target)
+    best = np.zeros(columns)
+    lowest = float(target @ target)
     for count in range(columns, 0, -1):
         for subset in combinations(range(columns), count):
             chosen = list(subset)
-            solution = np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
+            solution = (
+                np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
+            )
             residual = target - design[:, chosen] @ solution
             if (solution >= 0).all() and residual @ residual < lowest:
-                best, lowest = np.zeros(columns), float(residual @ residual)
+                best = np.zeros(columns)
+                lowest = float(residual @ residual)
                 best[chosen] = solution
     return best

@@ -27,11 +27,12 @@ class MiniBatch:
     """One optimiser step.
 
     rows: int64 [sequences], by micro-step, then rank, ascending in each micro-batch.
-    bounds: int64 [steps * ranks + 1]. Micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
+    bounds: int64 [steps * ranks + 1]. Micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i +
+    1]]`.
     start: the initial assignment before refinement, or the algorithm.
-    degrees: int64 [steps], ranks that share a micro-batch, or None for 1. Its rows are at the first of these ranks.
-    tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups without
-    a loss token do not count.
+    degrees: int64 [steps], ranks that share a micro-batch, or None for 1. Its rows are at the first of these
+    ranks. tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences
+    and groups without a loss token do not count.
     """
 
     rows: Integers = field(repr=False)
@@ -46,7 +47,9 @@ class MiniBatch:
 
     @property
     def micro_steps(self) -> tuple[MicroStep, ...]:
-        """Return views of `rows`. They are built at every access, so that a pickled plan has only two arrays."""
+        """Return views of `rows`. They are built at every access, so that a pickled plan has only
+        two arrays.
+        """
         parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         steps = zip(self.first_ranks().tolist(), self.degree_of_steps().tolist(), strict=True)
         return tuple(MicroStep(tuple(parts[place] for place in places), degree) for places, degree in steps)
@@ -61,7 +64,9 @@ class MiniBatch:
     def first_ranks(self) -> Integers:
         """Return the number of the micro-batch that each rank computes: int64 [steps, ranks]."""
         numbers = np.arange(len(self.bounds) - 1).reshape(self.steps, -1)
-        return numbers if self.degrees is None else numbers - numbers % numbers.shape[1] % self.degrees[:, None]
+        return (
+            numbers if self.degrees is None else numbers - numbers % numbers.shape[1] % self.degrees[:, None]
+        )
 
     def sums(self, values: Integers | Floats) -> Floats:
         """Sum `values`, one per sequence of the global batch, over micro-batches: float64 [steps, ranks].
@@ -71,8 +76,11 @@ class MiniBatch:
         return self._parts(self._micro_batches().sums(values[self.rows]))
 
     def predicted_times(self, workloads: Floats, layout: Layout) -> Floats:
-        """Return micro-batch times, float64 [steps, ranks]. A padded row costs as much as its longest neighbour."""
-        micro_batches, times = self._micro_batches(), workloads[self.rows]
+        """Return micro-batch times, float64 [steps, ranks]. A padded row costs as much as its longest
+        neighbour.
+        """
+        micro_batches = self._micro_batches()
+        times = workloads[self.rows]
         times = micro_batches.heaviest(times) if layout == "padded" else times
         return self._parts(micro_batches.sums(times))
 
@@ -91,7 +99,8 @@ class MiniBatch:
 class RankMiniBatch:
     """One rank's part of a mini-batch.
 
-    micro_batches: (start, stop) in `RankPlan.rows`. tokens, loss_tokens, sequences, groups: as in `MiniBatch`.
+    micro_batches: (start, stop) in `RankPlan.rows`. tokens, loss_tokens, sequences, groups: as in
+    `MiniBatch`.
     degrees: ranks that share each micro-batch.
     """
 

@@ -11,8 +11,29 @@ from balancing.model_fields import Fields
 
 UNGATED_MODELS = frozenset(
     (
-        *("apertus", "arcee", "bert-generation", "biogpt", "bloom", "codegen", "ctrl", "falcon", "fuyu", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron"),
+        *(
+            "apertus",
+            "arcee",
+            "bert-generation",
+            "biogpt",
+            "bloom",
+            "codegen",
+            "ctrl",
+            "falcon",
+            "fuyu",
+            "gpt2",
+        ),
+        *(
+            "gpt_bigcode",
+            "gpt_neo",
+            "gpt_neox",
+            "gpt_neox_japanese",
+            "gptj",
+            "jais2",
+            "mpt",
+            "nanochat",
+            "nemotron",
+        ),
         *("nemotron_h", "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm", "xlm"),
     )
 )
@@ -29,9 +50,9 @@ STATES = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
 class LayerCounts:
     """Counts of one layer.
 
-    weights: that a token's products read. squared: FLOPs per squared token, causal. kv: numbers that a token keeps in
-    an engine. exchanged, exchanged_in_ring: numbers of a token that context-parallel ranks send. expert: weights of one
-    expert, or 0.
+    weights: that a token's products read. squared: FLOPs per squared token, causal. kv: numbers that a token
+    keeps in an engine. exchanged, exchanged_in_ring: numbers of a token that context-parallel ranks send.
+    expert: weights of one expert, or 0.
     """
 
     weights: int
@@ -43,20 +64,28 @@ class LayerCounts:
 
 
 def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
-    """Count a forward pass's FLOPs per token and per squared token. Raises CostModelError for a missing key."""
+    """Count a forward pass's FLOPs per token and per squared token. Raises CostModelError for a
+    missing key.
+    """
     fields = Fields(config)
     layers = count_layers(fields)
-    weights = sum(layer.weights for layer in layers) + fields.integer("hidden_size") * fields.integer("vocab_size")
+    weights = sum(layer.weights for layer in layers) + fields.integer("hidden_size") * fields.integer(
+        "vocab_size"
+    )
     return 2.0 * weights, float(sum(layer.squared for layer in layers))
 
 
 def count_layers(fields: Fields) -> list[LayerCounts]:
     """Count every layer. Raises CostModelError for a missing key."""
     types = fields.layer_types()
-    one_block = fields.get("model_type") == "nemotron_h"  # a layer is a state, attention, or a feed-forward block
+    one_block = (
+        fields.get("model_type") == "nemotron_h"
+    )  # a layer is a state, attention, or a feed-forward block
     layers = len(types) if one_block and types else fields.integer("num_hidden_layers")
     types = types if len(types) == layers else [""] * layers
-    sharing = layers - fields.integer("num_kv_shared_layers", default=0)  # from here on, layers have no keys and values
+    sharing = layers - fields.integer(
+        "num_kv_shared_layers", default=0
+    )  # from here on, layers have no keys and values
     counts = []
     for layer, kind in enumerate(types):
         own = fields.of_layer(layer, layers, kind)
@@ -69,7 +98,12 @@ def count_layers(fields: Fields) -> list[LayerCounts]:
         weights += 3 * own.integer("hidden_size") * own.integer("hidden_size_per_layer_input", default=0)
         counts.append(
             LayerCounts(
-                mixer.weights + weights, mixer.squared, mixer.kv, mixer.exchanged, mixer.exchanged_in_ring, expert
+                mixer.weights + weights,
+                mixer.squared,
+                mixer.kv,
+                mixer.exchanged,
+                mixer.exchanged_in_ring,
+                expert,
             )
         )
     return counts
@@ -83,8 +117,10 @@ def _mixer(fields: Fields, kind: str, *, shares: bool) -> LayerCounts:
         return LayerCounts(_state_weights(fields, kind))
     if fields.get("kv_lora_rank") is not None:
         return _latent_attention(fields)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head, kv_heads = fields.integer("head_dim", default=hidden // heads), key_value_heads(fields, heads)
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    head = fields.integer("head_dim", default=hidden // heads)
+    kv_heads = key_value_heads(fields, heads)
     projections = 0 if shares else 1 if kind == "full_attention" and fields.get("attention_k_eq_v") else 2
     # Scores and weighted sums take 2 * L**2 * width FLOPs each. The causal half is L**2 * width.
     return LayerCounts(
@@ -104,9 +140,12 @@ def key_value_heads(fields: Fields, heads: int) -> int:
 
 
 def _latent_attention(fields: Fields) -> LayerCounts:
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
-    value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    rope = fields.integer("qk_rope_head_dim")
+    nope = fields.integer("qk_nope_head_dim")
+    value = fields.integer("v_head_dim")
+    kv_rank = fields.integer("kv_lora_rank")
     query_rank = fields.integer("q_lora_rank", default=0)
     query = heads * (rope + nope)
     query_weights = query_rank * (hidden + query) if query_rank else hidden * query
@@ -122,12 +161,16 @@ def _latent_attention(fields: Fields) -> LayerCounts:
 
 
 def _state_weights(fields: Fields, kind: str) -> int:
-    """Count the projections of a layer with a state: Mamba-2, gated delta net, short convolution, or four squares."""
+    """Count the projections of a layer with a state: Mamba-2, gated delta net, short convolution, or four
+    squares.
+    """
     hidden = fields.integer("hidden_size")
     heads = fields.integer("mamba_num_heads", "mamba_n_heads", default=0)
     if heads:
         inner = heads * fields.integer("mamba_head_dim", "mamba_d_head")
-        states = fields.integer("n_groups", "mamba_n_groups") * fields.integer("ssm_state_size", "mamba_d_state")
+        states = fields.integer("n_groups", "mamba_n_groups") * fields.integer(
+            "ssm_state_size", "mamba_d_state"
+        )
         return hidden * (3 * inner + 2 * states + heads)
     heads = fields.integer("linear_num_value_heads", default=0)
     if heads:
@@ -157,7 +200,9 @@ def _feed_forward(fields: Fields, layer: int, kind: str, *, shares: bool) -> tup
 
 
 def _shared_width(fields: Fields, width: int) -> int:
-    """Return the width of all experts that every token uses: one of its own width, or several as wide as the others."""
+    """Return the width of all experts that every token uses: one of its own width, or several as wide as the
+    others.
+    """
     own = fields.integer("shared_expert_intermediate_size", default=0)
     return own or fields.integer("n_shared_experts", default=0) * width
 
@@ -166,7 +211,9 @@ def _inner_width(fields: Fields) -> int:
     hidden = fields.integer("hidden_size")
     if fields.get("model_type") in STATE_MODELS:
         return fields.integer("intermediate_size", default=hidden * fields.integer("expand", default=2))
-    wide = fields.get("model_type") in WIDE_MODELS or fields.get("n_embd") is not None  # GPT-2's `n_inner` is null
+    wide = (
+        fields.get("model_type") in WIDE_MODELS or fields.get("n_embd") is not None
+    )  # GPT-2's `n_inner` is null
     return fields.integer("intermediate_size", default=4 * hidden if wide else None)
 
 

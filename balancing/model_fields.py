@@ -40,7 +40,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "layer_types": ("layers_block_type", "hybrid_override_pattern"),
     "vocab_size": ("n_words", "n_token"),
 }
-"""Names in config.json by transformers' own, which its classes map by `attribute_map` or keep to themselves."""
+"""Names in config.json by transformers' own, which its classes map by `attribute_map` or keep to
+themselves.
+"""
 PARTS = ("attn_config", "ffn_config")
 """Parts of config.json in which DBRX and MPT keep fields of a layer."""
 PATTERN_LETTERS = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -48,7 +50,9 @@ PATTERN_LETTERS = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 class Fields:
-    """Fields of a config, or of its part `nested` where it has one. config: a mapping or an object with attributes."""
+    """Fields of a config, or of its part `nested` where it has one. config: a mapping or an object with
+    attributes.
+    """
 
     def __init__(self, config: Mapping[str, Any] | object, nested: str = "text_config") -> None:
         self._config = _as_mapping(config)
@@ -66,7 +70,9 @@ class Fields:
         return None
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number, of a list the first. Raises CostModelError for a missing field without a default."""
+        """Return a whole number, of a list the first. Raises CostModelError for a missing field without a
+        default.
+        """
         value: Any = self.get(*names)
         if value is None and default is None:
             others = OTHER_NAMES.get(names[0], ())
@@ -88,7 +94,9 @@ class Fields:
 
     def of_layer(self, layer: int, layers: int, kind: str) -> "Fields":
         """Return the fields of one layer: its own head sizes (Gemma 4), its entries of lists."""
-        lists = {name: value[layer] for name, value in self._config.items() if _is_for_each_layer(value, layers)}
+        lists = {
+            name: value[layer] for name, value in self._config.items() if _is_for_each_layer(value, layers)
+        }
         own = dict(_as_mapping(self._config.get("per_layer_config") or {}).get(str(layer)) or {})
         if kind == "full_attention" and self._value("global_head_dim"):
             own.setdefault("head_dim", self._value("global_head_dim"))
@@ -103,7 +111,9 @@ class Fields:
 
 
 def _as_mapping(config: Mapping[str, Any] | object) -> dict[Any, Any]:
-    """Return a dictionary. A configuration of transformers gives what it saves: some fields cannot be asked for."""
+    """Return a dictionary. A configuration of transformers gives what it saves: some fields cannot be asked
+    for.
+    """
     if isinstance(config, Mapping):
         return {str(name): value for name, value in config.items()}
     if hasattr(config, "to_dict"):

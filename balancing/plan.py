@@ -88,16 +88,26 @@ class Settings:
         one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
         one_of(self.order, "order", ("descending", "small_ends", "makespan"))
         if self.order == "makespan" and (self.pipeline is None or self.algorithm != "karmarkar_karp"):
-            raise OptionError("order='makespan' plans for a pipeline. Pass pipeline and algorithm='karmarkar_karp'.")
+            raise OptionError(
+                "order='makespan' plans for a pipeline. Pass pipeline and algorithm='karmarkar_karp'."
+            )
         if self.context_degrees is not None:
             self._check_degrees(self.context_degrees)
 
     def _check_degrees(self, degrees: ContextDegrees) -> None:
         if self.ranks % degrees.maximum:
-            raise OptionError(f"ranks={self.ranks} is not a multiple of context_degrees.maximum={degrees.maximum}")
-        if self.pipeline or self.layout == "padded" or self.algorithm != "karmarkar_karp" or self.multiple_of > 1:
             raise OptionError(
-                "context_degrees needs the packed layout, algorithm='karmarkar_karp', multiple_of=1 and no pipeline"
+                f"ranks={self.ranks} is not a multiple of context_degrees.maximum={degrees.maximum}"
+            )
+        if (
+            self.pipeline
+            or self.layout == "padded"
+            or self.algorithm != "karmarkar_karp"
+            or self.multiple_of > 1
+        ):
+            raise OptionError(
+                "context_degrees needs the packed layout, algorithm='karmarkar_karp', multiple_of=1 and no "
+                "pipeline"
             )
 
     @property
@@ -109,7 +119,8 @@ class Settings:
         """Return the settings of micro-steps in which so many ranks count as one."""
         degrees = self.context_degrees
         costs = degrees.costs(self.cost_model, degree) if degrees else self.cost_model
-        ranks, cap = self.ranks // degree, self.max_tokens * degree
+        ranks = self.ranks // degree
+        cap = self.max_tokens * degree
         return replace(self, ranks=ranks, max_tokens=cap, cost_model=costs, context_degrees=None)
 
     def workload(self, lengths: Integers, images: Images | None, degree_of: Integers) -> Floats:
@@ -130,13 +141,16 @@ class Settings:
     def patches(self, images: Images | None, depths: Integers) -> Floats:
         """Return the patches of the images that begin in each sequence's first tokens, float64 [n]."""
         return (
-            np.zeros(len(depths)) if images is None else self.cost_model.patches * images.within(depths, images.tokens)
+            np.zeros(len(depths))
+            if images is None
+            else self.cost_model.patches * images.within(depths, images.tokens)
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], of each sequence alone, over all its ranks.
+    """Result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], of each sequence alone, over all
+    its ranks.
 
     shared: int64 [n], tokens of each sequence that another sequence of its micro-batch computes.
     shared_prefixes, shared, images: None without them.
@@ -185,7 +199,9 @@ class Plan:
 
     @property
     def computed_patches(self) -> Floats:
-        """Return the patches of each sequence's images, without those that another of the micro-batch computes."""
+        """Return the patches of each sequence's images, without those that another of the micro-batch
+        computes.
+        """
         found = self.settings.patches(self.images, self.lengths)
         return found if self.shared is None else found - self.settings.patches(self.images, self.shared)
 
@@ -203,10 +219,14 @@ class Plan:
         """Return one rank's part. Raises OptionError for an unknown rank."""
         if not 0 <= rank < self.ranks:
             raise OptionError(f"rank={rank} is outside this plan, which has ranks={self.ranks}")
-        rows, parts, position = [], [], 0
+        rows = []
+        parts = []
+        position = 0
         for mini_batch in self.mini_batches:
-            cuts, first = [], mini_batch.first_ranks()[:, rank]
-            starts, stops = mini_batch.bounds[first], mini_batch.bounds[first + 1]
+            cuts = []
+            first = mini_batch.first_ranks()[:, rank]
+            starts = mini_batch.bounds[first]
+            stops = mini_batch.bounds[first + 1]
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                 rows.append(mini_batch.rows[start:stop])
                 cuts.append((position, position + stop - start))
@@ -220,10 +240,15 @@ class Plan:
 
         The unit is the cost model's: seconds if fitted to measurements, else FLOPs or tokens.
         """
-        return [part.predicted_times(self.computed_workloads, self.layout).max(axis=1) for part in self.mini_batches]
+        return [
+            part.predicted_times(self.computed_workloads, self.layout).max(axis=1)
+            for part in self.mini_batches
+        ]
 
     def predicted_makespans(self) -> Floats:
-        """Return each mini-batch's time on the pipeline, or else its summed micro-step times: float64 [parts]."""
+        """Return each mini-batch's time on the pipeline, or else its summed micro-step times: float64
+        [parts].
+        """
         pipeline = self.settings.pipeline
         times = self.predicted_times()
         return np.array([each.sum() if pipeline is None else makespan(pipeline, each) for each in times])
@@ -260,31 +285,34 @@ def plan_batch(
     lengths: n whole numbers >= 1, the real tokens of each sequence.
     ranks: number of data-parallel ranks. It need not divide n.
     mini_batches: index arrays that together contain every index once, or None for one mini-batch.
-    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the longest
-    sequence is a good choice.
-    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, or None for `lengths`.
-    min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of the second.
+    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the
+    longest sequence is a good choice.
+    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, or None for `lengths`. min_count, multiple_of:
+    each rank's micro-batches in a mini-batch are at least the first, a multiple of the second.
     cost_model: the workload to balance, or None for tokens.
-    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (schedule.py). `none` keeps the given
-    order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank by rank as these
-    systems do, but keep the caps (baselines.py).
-    order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends (`small_ends`), or for
-    the least pipeline `makespan` (pipeline_plan.py). None is `makespan` with a pipeline, else `descending`.
+    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (schedule.py). `none` keeps
+    the given order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank
+    by rank as these systems do, but keep the caps (baselines.py).
+    order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends
+    (`small_ends`), or for the least pipeline `makespan` (pipeline_plan.py). None is `makespan` with a
+    pipeline, else `descending`.
     allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
     pipeline: each rank is a pipeline of stages. Counts are also multiples of its `count_multiple`.
     groups: n whole numbers >= 0, the group of each sequence, counted for losses that divide by groups.
-    prefix_groups, prefix_lengths: n whole numbers >= 0 each. Sequences of a group share their first tokens, fewer than
-    any has (0: none), which a micro-batch computes once (prefix_packing.py). Packed layout only. Only whole multiples
-    of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes when they plan.
-    tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In `tree_order` each sequence shares
-    `tree_depths` tokens with the one before it in its group, fewer than either has.
-    images: the images of each sequence, (first token, tokens) each, or None. A shared prefix shares the images that
-    begin in it. max_patches: cap on patches of a micro-batch, `cost_model.patches` an image token. Packed layout only.
-    context_degrees: each micro-step has one of these degrees. Then `ranks` counts each rank of a context-parallel group
-    and `max_tokens` is the cap of one. Needs `karmarkar_karp`, packed rows, `multiple_of=1` and no pipeline.
-    Raises LengthError, OptionError, MiniBatchError for bad values, OverCapError for a sequence above a cap, and
-    CountError if the counts cannot be kept.
+    prefix_groups, prefix_lengths: n whole numbers >= 0 each. Sequences of a group share their first tokens,
+    fewer than any has (0: none), which a micro-batch computes once (prefix_packing.py). Packed layout only.
+    Only whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes
+    when they plan. tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In
+    `tree_order` each sequence shares `tree_depths` tokens with the one before it in its group, fewer than
+    either has.
+    images: the images of each sequence, (first token, tokens) each, or None. A shared prefix shares the
+    images that begin in it. max_patches: cap on patches of a micro-batch, `cost_model.patches` an image
+    token. Packed layout only.
+    context_degrees: each micro-step has one of these degrees. Then `ranks` counts each rank of a
+    context-parallel group and `max_tokens` is the cap of one. Needs `karmarkar_karp`, packed rows,
+    `multiple_of=1` and no pipeline. Raises LengthError, OptionError, MiniBatchError for bad values,
+    OverCapError for a sequence above a cap, and CountError if the counts cannot be kept.
     """
     settings = Settings(
         ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm,
@@ -299,16 +327,22 @@ def plan_batch(
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
     found = Images.of(images, len(tokens))
-    workloads, patches = settings.cost_model.workload(tokens, found), settings.patches(found, tokens)
+    workloads = settings.cost_model.workload(tokens, found)
+    patches = settings.patches(found, tokens)
     check_patches(patches, settings.max_patches)
-    given, tree = (prefix_groups, prefix_lengths), (tree_order, tree_depths)
+    given = (prefix_groups, prefix_lengths)
+    tree = (tree_order, tree_depths)
     if settings.layout == "padded" and any(each is not None for each in given):
         raise OptionError("prefix_lengths are shared with layout='packed' only")
     measure = partial(settings.cost_model.workload, images=found)
     shared_prefixes = checked_prefixes(*given, *tree, tokens, settings.length_multiple, measure)
     shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, found))
-    batch = _Batch(tokens, sizes, workloads, in_loss, group_of, shared_prefixes, found, patches, shared_patches)
-    at_degrees = {each: batch.at_degree(settings, each) for each in context_degrees.choices} if context_degrees else {}
+    batch = _Batch(
+        tokens, sizes, workloads, in_loss, group_of, shared_prefixes, found, patches, shared_patches
+    )
+    at_degrees = (
+        {each: batch.at_degree(settings, each) for each in context_degrees.choices} if context_degrees else {}
+    )
     planned = [_mini_batch(rows, batch, settings, at_degrees) for rows in members]
     if context_degrees is not None:
         workloads = settings.workload(tokens, found, degree_of(planned))
@@ -343,24 +377,35 @@ class _Batch:
         return replace(self, workloads=workload(self.tokens), shared_prefixes=shared)
 
     def used(self, rows: Integers, micro_batch: Integers | None = None) -> tuple[Floats, Integers]:
-        """Return tokens, work and patches, float64 [3, rows], and groups. micro_batch: None counts each row alone."""
-        alone, shared = np.stack([self.sizes[rows], self.workloads[rows], self.patches[rows]]), self.shared_prefixes
+        """Return tokens, work and patches, float64 [3, rows], and groups. micro_batch: None counts each row
+        alone.
+        """
+        alone = np.stack([self.sizes[rows], self.workloads[rows], self.patches[rows]])
+        shared = self.shared_prefixes
         if shared is None or self.shared_patches is None or micro_batch is None:
             return alone, np.arange(len(rows))
-        found, patches = shared.select(rows), self.shared_patches.select(rows)
+        found = shared.select(rows)
+        patches = self.shared_patches.select(rows)
         tokens, images = (each.shared_tokens(micro_batch) for each in (found, patches))
-        return np.stack([alone[0] - tokens, found.computed(alone[1], micro_batch), alone[2] - images]), found.group
+        return np.stack(
+            [alone[0] - tokens, found.computed(alone[1], micro_batch), alone[2] - images]
+        ), found.group
 
 
-def _mini_batch(rows: Integers, batch: _Batch, settings: Settings, at_degrees: Mapping[int, _Batch]) -> MiniBatch:
+def _mini_batch(
+    rows: Integers, batch: _Batch, settings: Settings, at_degrees: Mapping[int, _Batch]
+) -> MiniBatch:
     if at_degrees:
         parts = _by_degree(rows, batch, settings, at_degrees)
     else:
         parts = [Part(1, *_schedule(rows, batch, settings))]
     steps = [part.schedule.steps for part in parts]
     first = np.cumsum([0, *steps]) * settings.ranks
-    places = [at + part.degree * part.schedule.grouping.group_of for at, part in zip(first, parts, strict=False)]
-    micro_batch, ordered = np.concatenate(places), np.concatenate([part.rows for part in parts])
+    places = [
+        at + part.degree * part.schedule.grouping.group_of for at, part in zip(first, parts, strict=False)
+    ]
+    micro_batch = np.concatenate(places)
+    ordered = np.concatenate([part.rows for part in parts])
     bounds = np.concatenate([[0], np.cumsum(np.bincount(micro_batch, minlength=first[-1]))])
     in_order = ordered[np.lexsort((ordered, micro_batch))]
     learned = rows[batch.in_loss[rows] > 0]
@@ -370,7 +415,9 @@ def _mini_batch(rows: Integers, batch: _Batch, settings: Settings, at_degrees: M
     return MiniBatch(in_order, bounds, sum(steps), parts[0].schedule.start, *counts, degrees)
 
 
-def _by_degree(rows: Integers, batch: _Batch, settings: Settings, at_degrees: Mapping[int, _Batch]) -> list[Part]:
+def _by_degree(
+    rows: Integers, batch: _Batch, settings: Settings, at_degrees: Mapping[int, _Batch]
+) -> list[Part]:
     rows = rows[np.lexsort((rows, -batch.sizes[rows], -batch.workloads[rows]))]
     once = np.zeros_like(rows)
     used = {degree: each.used(rows, once)[0] for degree, each in at_degrees.items()}
@@ -390,7 +437,8 @@ def _by_degree(rows: Integers, batch: _Batch, settings: Settings, at_degrees: Ma
 def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
     if settings.max_patches is None or batch.images is None:
         return _scheduled(rows, batch, settings)
-    caps, once = settings.request(len(batch.sizes)).caps, np.ceil(batch.used(rows, np.zeros_like(rows))[0][2])
+    caps = settings.request(len(batch.sizes)).caps
+    once = np.ceil(batch.used(rows, np.zeros_like(rows))[0][2])
     least = fewest_bins(once[once > 0].astype(np.int64), settings.max_patches, len(rows))
     steps = max(settings.min_count, -(-least // settings.ranks))
     while True:
@@ -405,12 +453,16 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
 
 
 def _scheduled(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
-    tokens, sizes, workloads = batch.tokens, batch.sizes, batch.workloads
+    tokens = batch.tokens
+    sizes = batch.sizes
+    workloads = batch.workloads
     request = settings.request(len(sizes))
     if settings.algorithm == "none":
         return schedule_in_order(sizes[rows], request), rows
     if settings.algorithm in PUBLISHED:
-        return schedule_rank_locally(settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request), rows
+        return schedule_rank_locally(
+            settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request
+        ), rows
     ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the given order does not matter
     work = _work(ordered, batch, settings)
     if settings.order == "makespan" and settings.pipeline is not None:
@@ -419,7 +471,8 @@ def _scheduled(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Sched
 
 
 def _work(ordered: Integers, batch: _Batch, settings: Settings) -> Work:
-    sizes, workloads = batch.sizes[ordered], batch.workloads[ordered]
+    sizes = batch.sizes[ordered]
+    workloads = batch.workloads[ordered]
     if batch.shared_prefixes is None:
         request = settings.request(len(batch.sizes))
 

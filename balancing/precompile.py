@@ -1,6 +1,8 @@
-"""Compile the loops of every kind of plan, for new installations and images: `python -m balancing.precompile`.
+"""Compile the loops of every kind of plan, for new installations and images: `python -m
+balancing.precompile`.
 
-The machine code is cached next to the sources. Without it, the first plan of a kind takes 10 to 25 seconds longer.
+The machine code is cached next to the sources. Without it, the first plan of a kind takes 10 to 25 seconds
+longer.
 """
 
 from typing import Any
@@ -18,7 +20,10 @@ SEQUENCES, RANKS, GROUP, LONGEST = 128, 4, 8, 200
 def main() -> None:
     generator = np.random.default_rng(0)
     lengths = generator.integers(20, LONGEST, SEQUENCES)
-    shared: dict[str, Any] = {"prefix_groups": np.arange(SEQUENCES) // GROUP, "prefix_lengths": np.full(SEQUENCES, 16)}
+    shared: dict[str, Any] = {
+        "prefix_groups": np.arange(SEQUENCES) // GROUP,
+        "prefix_lengths": np.full(SEQUENCES, 16),
+    }
     for options in ({}, shared):
         for pipeline in (None, Pipeline(2)):
             for max_tokens in (LONGEST, 5 * LONGEST):

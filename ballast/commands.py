@@ -28,22 +28,30 @@ COMMANDS = {
     "fit": Command("controller.fit", "train a policy by reinforcement learning"),
     "sft": Command("controller.sft", "train it on given responses"),
     "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
-    "reward-model": Command("controller.reward_model", "train a reward model on pairs, scores or labelled steps"),
+    "reward-model": Command(
+        "controller.reward_model", "train a reward model on pairs, scores or labelled steps"
+    ),
     "serve": Command("ballast.serve.__main__", "serve the training API of Tinker's clients over a policy"),
     "evaluate": Command(
         "ballast.sampling_commands.evaluate", "measure a model on a data set, with confidence intervals"
     ),
-    "generate": Command("ballast.sampling_commands.generate", "write samples with token ids and log-probs to a file"),
+    "generate": Command(
+        "ballast.sampling_commands.generate", "write samples with token ids and log-probs to a file"
+    ),
     "show": Command("ballast.pages.show", "draw the recorded sessions and samples of a run in the terminal"),
     "report": Command("ballast.pages.report", "write one page about a run"),
     "timeline": Command("ballast.pages.timeline", "write a trace of a run for Perfetto or Chrome"),
-    "balance": Command("balancing.__main__", "compare balancing strategies on the lengths of a run or a file"),
+    "balance": Command(
+        "balancing.__main__", "compare balancing strategies on the lengths of a run or a file"
+    ),
     "doctor": Command("ballast.doctor", "check this machine, or a cluster, before the first run"),
     "replay": Command("ballast.replay.__main__", "train a recorded step again"),
     "layout": Command("ballast.planning.layouts", "find the fastest layouts of a run on a cluster"),
     "whatif": Command("ballast.planning.whatif", "predict the speed of a recorded run under other settings"),
     "migrate": Command("ballast.migrate.__main__", "translate a configuration of verl or TRL"),
-    "template": Command("ballast.pages.template", "show what a chat template does to the turns of a conversation"),
+    "template": Command(
+        "ballast.pages.template", "show what a chat template does to the turns of a conversation"
+    ),
     "init": Command("ballast.init", "write a configuration, data and a reward to start from"),
     "completion": Command("ballast.completion", "print the Tab completion for bash and zsh"),
 }

@@ -22,7 +22,9 @@ def starter(recipe: str) -> dict[str, str]:
     example = package / "examples" / "gsm8k"
     problems = (example / "sample.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     return {
-        "config.yaml": config.replace("models/policy", MODEL).replace(f"configs/{recipe}.yaml", "config.yaml"),
+        "config.yaml": config.replace("models/policy", MODEL).replace(
+            f"configs/{recipe}.yaml", "config.yaml"
+        ),
         "reward.py": (example / "reward.py").read_text(encoding="utf-8"),
         "data/train.jsonl": "".join(problems[:-HELD_OUT]),
         "data/test.jsonl": "".join(problems[-HELD_OUT:]),

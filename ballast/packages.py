@@ -13,4 +13,6 @@ def check_controller() -> None:
     for place in places:
         resolved = Path(place).resolve()
         if OURS not in (resolved, resolved.parent):  # `controller/moved` is on its path too
-            raise ImportError(f"{place} hides Ballast's package controller. Rename it, or run from another folder")
+            raise ImportError(
+                f"{place} hides Ballast's package controller. Rename it, or run from another folder"
+            )

@@ -13,19 +13,26 @@ from typing import Any
 from workers.errors import DataError, OutputError
 
 Records = str | Path | Iterable[Mapping[str, Any]]
-"""Records, one mapping each, such as a list or a `datasets.Dataset`. A path or hub name works as in the setting."""
+"""Records, one mapping each, such as a list or a `datasets.Dataset`. A path or hub name works as in the
+setting.
+"""
 
 
 def data_file(records: Records, name: str, run_dir: str) -> str:
-    """Write `records` to a file in `run_dir`, and return the data setting's value. A path is returned unchanged.
+    """Write `records` to a file in `run_dir`, and return the data setting's value. A path is returned
+    unchanged.
 
     name: of the argument, for messages. Raises DataError unless they are records with JSON values.
     """
     if isinstance(records, (str, Path)):
         return str(records)
     if isinstance(records, Mapping) or not isinstance(records, Iterable):
-        raise DataError(f"{name}: a {type(records).__name__} is not a list of records. Give one split, or a list.")
-    lines = "".join(_line(record, f"{name}: record {number}") for number, record in enumerate(records, start=1))
+        raise DataError(
+            f"{name}: a {type(records).__name__} is not a list of records. Give one split, or a list."
+        )
+    lines = "".join(
+        _line(record, f"{name}: record {number}") for number, record in enumerate(records, start=1)
+    )
     file = Path(run_dir) / ".data" / f"{hashlib.sha256(lines.encode()).hexdigest()[:16]}.jsonl"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +46,9 @@ def data_file(records: Records, name: str, run_dir: str) -> str:
 
 def _line(record: Any, where: str) -> str:
     if not isinstance(record, Mapping):
-        raise DataError(f"{where} is a {type(record).__name__}, not a mapping of columns to values. Make it one.")
+        raise DataError(
+            f"{where} is a {type(record).__name__}, not a mapping of columns to values. Make it one."
+        )
     try:
         return json.dumps(dict(record), default=_plain) + "\n"
     except (TypeError, ValueError, RecursionError) as error:

@@ -42,7 +42,9 @@ class Evaluation:
         facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
         found = facts["metrics"]
         intervals = {
-            name: Interval(one["low"], one["high"], one["method"]) for name, one in found.items() if one["method"]
+            name: Interval(one["low"], one["high"], one["method"])
+            for name, one in found.items()
+            if one["method"]
         }
         return cls(folder, {name: one["value"] for name, one in found.items()}, intervals, facts)
 
@@ -59,13 +61,16 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model on data.validation without training, as `python -m ballast evaluate` does.
 
-    config: a training configuration as for `fit`, None for `model`'s run. model: a folder, hub name, run, or checkpoint
-    of a run, empty for model.path. output: a folder, whose existing samples are kept, None for a folder in the model's
-    run, or next to the runs. data: records instead of data.validation. trust_run: run the functions in the
-    run's settings. reward, overrides and exceptions: as for `fit`. An override without effect is refused.
+    config: a training configuration as for `fit`, None for `model`'s run. model: a folder, hub name, run, or
+    checkpoint of a run, empty for model.path. output: a folder, whose existing samples are kept, None for a
+    folder in the model's run, or next to the runs. data: records instead of data.validation. trust_run: run
+    the functions in the run's settings. reward, overrides and exceptions: as for `fit`. An override without
+    effect is refused.
     """
     given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
-    return Evaluation.read(_run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **given))
+    return Evaluation.read(
+        _run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **given)
+    )
 
 
 def generate(
@@ -79,14 +84,17 @@ def generate(
     trust_run: bool = False,
     prompts: int = 0,
 ) -> Path:
-    """Sample with token ids and log-probs, as `python -m ballast generate`, and return the file, a line per sample.
+    """Sample with token ids and log-probs, as `python -m ballast generate`, and return the file, a line per
+    sample.
 
     data: records instead of data.train. prompts: use only the first this many, or all if 0. The rest is as in
     `evaluate`, but a reward is optional.
     """
     check_type("prompts", prompts, int)
     given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
-    folder = _run(GenerateConfig, finish_generation, config, overrides, "data.train", data, prompts=prompts, **given)
+    folder = _run(
+        GenerateConfig, finish_generation, config, overrides, "data.train", data, prompts=prompts, **given
+    )
     return folder / SAMPLES
 
 
@@ -106,7 +114,9 @@ def _run(
         given = (*given, f"{key}={data_file(data, 'data', run_dir)}")
         given += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
-        request = JobRequest(settings=tuple(as_overrides(config, known_keys(schema))), overrides=given, **options)
+        request = JobRequest(
+            settings=tuple(as_overrides(config, known_keys(schema))), overrides=given, **options
+        )
     else:
         request = JobRequest(_path("config", config), overrides=given, **options)
     with handlers_kept():

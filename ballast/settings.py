@@ -18,7 +18,9 @@ Values = Mapping[str, Any] | Sequence[str]
 """Settings by key, nested or dotted, or a sequence of `key.sub=value`."""
 
 
-def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values) -> Schema:
+def load_settings(
+    schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values
+) -> Schema:
     """Read a file, a mapping, or (None) only the overrides. Raises ConfigError as `load`."""
     known = known_keys(schema)
     check_type("config", config, str, Path, Mapping, type(None))
@@ -41,7 +43,9 @@ def as_overrides(values: Values, known: Collection[str]) -> list[str]:
             return [f"{key}={_yaml(key, value)}" for key, value in leaves(values, known)]
         except RecursionError:
             raise ConfigError("a mapping of settings holds itself, or is nested too deep.") from None
-    return listed("overrides", values, lambda value: isinstance(value, str), "a list of key.sub=value, or a mapping")
+    return listed(
+        "overrides", values, lambda value: isinstance(value, str), "a list of key.sub=value, or a mapping"
+    )
 
 
 def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
@@ -63,12 +67,18 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every text: OmegaConf reads `1e3` as a number, and PyYAML would not quote it."""
 
 
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+)
 
 
 def _yaml(key: str, value: Any) -> str:
     plain = value.item() if getattr(value, "ndim", 1) == 0 else value  # a NumPy number, as from a sweep
     try:
-        return yaml.dump(str(plain) if isinstance(plain, Path) else plain, Dumper=_Dumper, default_flow_style=True)
+        return yaml.dump(
+            str(plain) if isinstance(plain, Path) else plain, Dumper=_Dumper, default_flow_style=True
+        )
     except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"{key} must be a number, a text, true or false, not a {type(value).__name__}.") from None
+        raise ConfigError(
+            f"{key} must be a number, a text, true or false, not a {type(value).__name__}."
+        ) from None

@@ -1,4 +1,5 @@
-"""The training commands as functions: settings in, a Result out. `open`: their parts, for a loop of one's own.
+"""The training commands as functions: settings in, a Result out. `open`: their parts, for a loop of one's
+own.
 
     fit(settings, reward=f) --controller.fit.prepare--> the run --> runs/NAME/ --> Result
 
@@ -34,9 +35,9 @@ class Result:
     """A finished run.
 
     folder: runs/NAME. summary: content of summary.json: `steps`, `validation` before and after, median
-    `seconds_per_step` and `tokens_per_second`. metrics: a row per training step, with its number under `step`, or None
-    if not finite. validations: a row per validation, step 0 before training, by names such as `validation/reward`. A
-    resumed run has the rows of all its steps.
+    `seconds_per_step` and `tokens_per_second`. metrics: a row per training step, with its number under
+    `step`, or None if not finite. validations: a row per validation, step 0 before training, by names such as
+    `validation/reward`. A resumed run has the rows of all its steps.
     """
 
     folder: Path
@@ -64,7 +65,9 @@ class Result:
 
 
 def _of_validation(row: Mapping[str, Any], validated: bool) -> dict[str, Any]:
-    names = (name for name in row if (name.startswith("validation/") or name == "time/validation_s") == validated)
+    names = (
+        name for name in row if (name.startswith("validation/") or name == "time/validation_s") == validated
+    )
     return {"step": row["step"]} | {name: row[name] for name in names}
 
 
@@ -78,16 +81,19 @@ def fit(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy by reinforcement learning, as `python -m controller.fit` does, and return when the run is over.
+    """Train a policy by reinforcement learning, as `python -m controller.fit` does, and return when the run
+    is over.
 
     config: a YAML file, or settings as a mapping. reward: a function, or several with weights, instead of
-    reward.function: closures, lambdas, or names as in the settings. They are pickled into other processes, and cannot
-    change variables here. step: replaces run.step, in this process (see `controller.step`). callbacks: see
-    `controller.training_loop.Callback`. They may raise StopTraining. overrides: replace settings of `config`. train,
-    validation: records instead of data.train and data.validation, such as a list of mappings or a `datasets.Dataset`.
+    reward.function: closures, lambdas, or names as in the settings. They are pickled into other processes,
+    and cannot change variables here. step: replaces run.step, in this process (see `controller.step`).
+    callbacks: see `controller.training_loop.Callback`. They may raise StopTraining. overrides: replace
+    settings of `config`. train,
+    validation: records instead of data.train and data.validation, such as a list of mappings or a
+    `datasets.Dataset`.
 
-    Raises ConfigError, DataError or ResourceError before anything starts, and later the error that ends the run, such
-    as RolloutError. All are BallastError. KeyboardInterrupt stops the run as for the command.
+    Raises ConfigError, DataError or ResourceError before anything starts, and later the error that ends the
+    run, such as RolloutError. All are BallastError. KeyboardInterrupt stops the run as for the command.
     """
     from controller.fit import prepare
 
@@ -139,7 +145,9 @@ def preferences(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy on pairs of responses, as `python -m controller.preferences` does. The rest is as in `fit`."""
+    """Train a policy on pairs of responses, as `python -m controller.preferences` does. The rest is as in
+    `fit`.
+    """
     return _offline(load_settings(PreferencesConfig, config, overrides), callbacks, train, validation)
 
 

@@ -15,7 +15,15 @@ from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.inputs import Inputs, Tried, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
+from controller.lifecycle.inputs import (
+    Inputs,
+    Tried,
+    prompt_lines,
+    read_inputs,
+    tokenized,
+    tried_lines,
+    try_inputs,
+)
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import exit_code, finished, prepare_start, run_training, session
 from controller.preflight.arguments import Arguments, parse_arguments
@@ -58,7 +66,8 @@ def prepare(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> Callable[[], None] | None:
-    """Check everything, and return the function that starts the run, or None for a resumed run without steps left.
+    """Check everything, and return the function that starts the run, or None for a resumed run without steps
+    left.
 
     given: functions passed to the call. step: replaces run.step. callbacks: see `training_loop.train`. Raises
     ConfigError, DataError or ResourceError.
@@ -74,9 +83,14 @@ def prepare(
 
 
 def dry_run(config: Config, request: Arguments) -> None:
-    """Print the page of a checked configuration. Machine, models, data and users' code are refused together."""
-    elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
-    tried, problems = None, Problems()
+    """Print the page of a checked configuration. Machine, models, data and users' code are
+    refused together.
+    """
+    elsewhere = [
+        path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)
+    ]
+    tried = None
+    problems = Problems()
     with problems.collecting():
         if not request.cluster:
             check_machine(config, dry_run=True)
@@ -99,8 +113,12 @@ def dry_run(config: Config, request: Arguments) -> None:
         print_time(config, request.cluster, request.time, prompts)
 
 
-def _input_lines(config: Config, tried: Tried | None, elsewhere: Sequence[str], prompts: list[int]) -> Iterator[str]:
-    """tried: None if some data is elsewhere. prompts: receives the tokens of every prompt, if a tokenizer is there."""
+def _input_lines(
+    config: Config, tried: Tried | None, elsewhere: Sequence[str], prompts: list[int]
+) -> Iterator[str]:
+    """tried: None if some data is elsewhere. prompts: receives the tokens of every prompt, if a tokenizer is
+    there.
+    """
     if tried is None:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
     else:
@@ -123,7 +141,9 @@ def run(
     from controller.training_loop import train
 
     make_step = step or step_of(inputs.step)
-    lines = [f"warning: {warning}" for warning in (*warnings(config), *inputs.answer_warnings, *inputs.warnings)]
+    lines = [
+        f"warning: {warning}" for warning in (*warnings(config), *inputs.answer_warnings, *inputs.warnings)
+    ]
     for dataset in filter(None, (*inputs.sources, inputs.validation)):
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:

@@ -15,18 +15,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @functools.cache  # reads the files of every installed package, 0.4 s
 def distribution() -> str:
-    """Return the name under which our packages are installed, or empty for a folder that is on the path alone."""
+    """Return the name under which our packages are installed, or empty for a folder that is on the path
+    alone.
+    """
     return next(iter(importlib.metadata.packages_distributions().get("balancing", ())), "")
 
 
 def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:
-    """Raise ImportError if a name imports, or would import from here, something other than the package in `root`."""
+    """Raise ImportError if a name imports, or would import from here, something other than the package in
+    `root`.
+    """
     for name in names:
         for place in map(Path, _places(name)):
             if place.resolve() != root / name and not _adds_nothing(place, root / name):
                 # With a name, `python -m controller.fit` prints only this line.
                 raise ImportError(
-                    f"{place} hides Ballast's package {name}. Rename it, or run from another folder", name="controller"
+                    f"{place} hides Ballast's package {name}. Rename it, or run from another folder",
+                    name="controller",
                 )
 
 

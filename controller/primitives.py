@@ -1,4 +1,5 @@
-"""The calls that every training loop is made of, the configured ones' too. See `ballast.loop.open_run` for one's own.
+"""The calls that every training loop is made of, the configured ones' too. See `ballast.loop.open_run` for
+one's own.
 
 plan --forward_backward, once or several times--> gradients --optimizer_step--> weights --publish--> engines
 """
@@ -26,14 +27,21 @@ if TYPE_CHECKING:
 
 
 def learn(group: "WorkerGroup", batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
-    """Take one optimiser step on each mini-batch of the plan. loss: settings, see `TrainedWorker.loss_function`.
+    """Take one optimiser step on each mini-batch of the plan. loss: settings, see
+    `TrainedWorker.loss_function`.
 
     The metric `loss` is the mean over mini-batches.
     """
-    last, calls = len(plan.mini_batches) - 1, []
-    for number, mini_batch in enumerate(plan.mini_batches):  # ranks run them in order, without waiting for the driver
+    last = len(plan.mini_batches) - 1
+    calls = []
+    for number, mini_batch in enumerate(
+        plan.mini_batches
+    ):  # ranks run them in order, without waiting for the driver
         one = replace(plan, mini_batches=(mini_batch,))
-        calls += [group.forward_backward.remote(batch, one, loss), group.optimizer_step.remote(last=number == last)]
+        calls += [
+            group.forward_backward.remote(batch, one, loss),
+            group.optimizer_step.remote(last=number == last),
+        ]
     found: list[Metrics] = [call.result() for call in calls]
     for metrics in found[::2]:
         metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
@@ -54,7 +62,9 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of prompts, prompt by prompt. batch: their rows, as `forward_backward` takes them, with `reward` [B]."""
+    """Samples of prompts, prompt by prompt. batch: their rows, as `forward_backward` takes them, with
+    `reward` [B].
+    """
 
     rollout: RolloutBatch
     batch: RemoteBatch
@@ -62,7 +72,8 @@ class Samples:
     @cached_property
     def sequences(self) -> list[SampledSequence]:
         """Fetch the tokens of each sample."""
-        columns, scores = self.rollout.samples, list(self.rollout.by_sample.values())
+        columns = self.rollout.samples
+        scores = list(self.rollout.by_sample.values())
         rows = tokens_of(columns.tokens, ("input_ids", "rollout_log_probs"))
         return [
             SampledSequence(
@@ -101,7 +112,9 @@ def tokens_of(tokens: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tu
     return [tuple(np.asarray(found.row(row)[name]) for name in names) for row in range(len(found))]
 
 
-def token_batch(rows: Sequence[Mapping[str, Any]], uids: Sequence[str], columns: Mapping[str, Any]) -> RemoteBatch:
+def token_batch(
+    rows: Sequence[Mapping[str, Any]], uids: Sequence[str], columns: Mapping[str, Any]
+) -> RemoteBatch:
     """Make a batch of token sequences. See `OpenRun.batch`."""
     import ray
 
@@ -120,7 +133,9 @@ def token_batch(rows: Sequence[Mapping[str, Any]], uids: Sequence[str], columns:
         "prompt_tokens": np.array(starts, np.int64),
         "response_tokens": np.array([int(mask.sum()) for mask in masks], np.int64),
         "prompt_hash": np.unique(prompts, return_inverse=True)[1],
-        "prefix_hashes": object_column([prefix_hashes(each, start) for each, start in zip(ids, starts, strict=True)]),
+        "prefix_hashes": object_column(
+            [prefix_hashes(each, start) for each, start in zip(ids, starts, strict=True)]
+        ),
         "truncated": np.zeros(len(rows), bool),
         "group_number": np.arange(len(rows)),
         "sample_number": np.arange(len(rows)),

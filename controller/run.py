@@ -30,8 +30,9 @@ from workers.errors import ConfigError
 class Run(TrainingRun[Config]):
     """A reinforcement learning run.
 
-    buffer: makes the steps' samples. replay: keeps good samples for later steps. logprob_check: compares engines and
-    trainer. weight_version: of the policy. kl_coefficient: KL weight in the next step's reward, if adapted.
+    buffer: makes the steps' samples. replay: keeps good samples for later steps. logprob_check: compares
+    engines and trainer. weight_version: of the policy. kl_coefficient: KL weight in the next step's reward,
+    if adapted.
     """
 
     def __init__(
@@ -45,13 +46,20 @@ class Run(TrainingRun[Config]):
         buffer: Callable[..., RolloutBuffer] | None = None,
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
-        """buffer: makes the source of the steps' samples, None follows rollout.max_staleness. functions: by setting."""
+        """buffer: makes the source of the steps' samples, None follows rollout.max_staleness. functions: by
+        setting.
+        """
         super().__init__(config, session, steps=config.run.steps, cost_model=cost_model)
-        self.validation, self.best, self.functions = validation, self.progress.best, functions
-        self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
+        self.validation = validation
+        self.best = self.progress.best
+        self.functions = functions
+        self.weight_version = self.progress.weight_version
+        self.kl_coefficient = self.progress.kl_coefficient
         buffer = buffer or (AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer)
         self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress, functions)
-        self.replay = ReplayBuffer(config, self.record, self.progress.replay, functions.get("batch.replay.by"))
+        self.replay = ReplayBuffer(
+            config, self.record, self.progress.replay, functions.get("batch.replay.by")
+        )
         self.logprob_check = LogProbCheck(config, self.weight_version)
 
     def begin(self) -> None:
@@ -98,7 +106,9 @@ class Run(TrainingRun[Config]):
         prompts = list(self.validation)[: settings.prompts or None]
         with self.record.phase("validation"):
             rollout = self.buffer.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
-        responses = rollout.scored_responses({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
+        responses = rollout.scored_responses(
+            {prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key
+        )
         metrics = summarize(responses, settings.success, settings.success_threshold)
         self.record.writer.validation(step, responses)
         self.record.console.validation(step, metrics)
@@ -110,24 +120,33 @@ class Run(TrainingRun[Config]):
         if not name:
             return
         if name not in metrics and not step:
-            raise ConfigError(f"validation.keep_best={name}: not a validation metric. Name one of {sorted(metrics)}.")
+            raise ConfigError(
+                f"validation.keep_best={name}: not a validation metric. Name one of {sorted(metrics)}."
+            )
         if name not in metrics:
-            self.record.console.log(f"validation.keep_best={name}: no response of this validation has a value")
+            self.record.console.log(
+                f"validation.keep_best={name}: no response of this validation has a value"
+            )
         elif self.best is None or metrics[name] > self.best:
             self.best = metrics[name]
             if step:  # at step 0 it is the run's initial model
                 self.save("model-best")
 
     def record_samples(self, rollout: RolloutBatch) -> None:
-        batch, record = rollout.trained, self.record
-        samples, version = rollout.batch, self.weight_version
+        batch = rollout.trained
+        record = self.record
+        samples = rollout.batch
+        version = self.weight_version
         shown = max(RECORDED_SAMPLES, self.config.run.log_completions)
         record.samples(rollout.with_texts(shown, self.roles.rewards.read), batch, self.prompt_text)
         left_out = len(samples) - len(set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)))
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(left_out)})
         if self.config.rollout.sampling.max_thinking_tokens:
-            record.add({"rollout/cut_thoughts_share": float(samples["cut_thoughts"].sum() / samples["turns"].sum())})
-        oldest, newest = samples["weight_version"], samples["newest_weight_version"]
+            record.add(
+                {"rollout/cut_thoughts_share": float(samples["cut_thoughts"].sum() / samples["turns"].sum())}
+            )
+        oldest = samples["weight_version"]
+        newest = samples["newest_weight_version"]
         record.add(staleness(oldest, newest, rollout.version_tokens, version))
         # Without a KL in the reward, only unequal rewards in a group give signal.
         if self.config.algorithm.compares_groups and not self.config.algorithm.kl_in_reward.coefficient:
@@ -141,7 +160,9 @@ class Run(TrainingRun[Config]):
                 write_step(step_file(self.folder, self.number), rollout)
 
     def prompt_text(self, uid: str) -> dict[str, str]:
-        """Return a training prompt as text: `prompt`, `record`, its other columns, and names of files with `images`."""
+        """Return a training prompt as text: `prompt`, `record`, its other columns, and names of files with
+        `images`.
+        """
         key = self.config.data.prompt_key
         (found,) = self.buffer.prompts.take(int(uid), 1)
         shown = shown_prompt(found.columns[key], found.image_names)
@@ -149,12 +170,15 @@ class Run(TrainingRun[Config]):
         return text | ({"images": thumbnails(self.folder, found.images)} if found.images else {})
 
     def measure(self) -> dict[str, float]:
-        record, engines = self.record, self.roles.rollouts
+        record = self.record
+        engines = self.roles.rollouts
         loads = self.roles.take_weight_loads()
         record.timeline.weight_loads(loads)
         found = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
         if record.rollout is not None:
-            found |= throughput(record.rollout.batch, record.trained, record.seconds, self.config.batch.epochs)
+            found |= throughput(
+                record.rollout.batch, record.trained, record.seconds, self.config.batch.epochs
+            )
         if self.config.rollout.max_staleness and loads:
             recomputed = sum(load.recompute_seconds for of_engine in loads.values() for load in of_engine)
             found["rollout/kv_recompute_seconds"] = recomputed / len(loads)

@@ -3,12 +3,12 @@
     prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference, teacher log-probs -> advantages
             -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
 
-With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones. Otherwise
-`collect` makes them. With batch.replay.share, it adds good samples of earlier steps.
+With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones.
+Otherwise `collect` makes them. With batch.replay.share, it adds good samples of earlier steps.
 
-Each part takes the run and a batch, and returns the batch with more columns, or an update's metrics. The driver handles
-lengths, ids and rewards. Tokens stay in the object store (see `workers.batch.remote_batch`). `run.record` only
-observes.
+Each part takes the run and a batch, and returns the batch with more columns, or an update's metrics. The
+driver handles lengths, ids and rewards. Tokens stay in the object store (see `workers.batch.remote_batch`).
+`run.record` only observes.
 
 B sequences.
 """
@@ -85,12 +85,13 @@ def on_training_roles(run: "Run", phase: str) -> Iterator[None]:
 
 
 def collect(run: "Run") -> RemoteBatch:
-    """Return the step's training samples, or empty if no group has signal (see algorithm.zero_variance_groups).
+    """Return the step's training samples, or empty if no group has signal (see
+    algorithm.zero_variance_groups).
 
-    A sample is one row, or several where the chat template changed what came before a turn. Columns [B]: uid (equal
-    for samples of one prompt), group_number (the same, numbered from 0), sample_number (equal for rows of one sample),
-    sample, reward, length, prompt_tokens, response_tokens, truncated, weight_version, and columns of `RolloutBatch`.
-    Tokens: input_ids, loss_mask, rollout_log_probs.
+    A sample is one row, or several where the chat template changed what came before a turn. Columns [B]: uid
+    (equal for samples of one prompt), group_number (the same, numbered from 0), sample_number (equal for rows
+    of one sample), sample, reward, length, prompt_tokens, response_tokens, truncated, weight_version, and
+    columns of `RolloutBatch`. Tokens: input_ids, loss_mask, rollout_log_probs.
     """
     with run.record.phase("rollout"):
         rollout = run.buffer.collect(run.number)
@@ -107,7 +108,8 @@ def plan_updates(run: "Run", batch: RemoteBatch) -> list[Epoch]:
 
     Rows number the `learned` sequences.
     """
-    planner, batch = run.planner, learned(batch, run.config.reward)
+    planner = run.planner
+    batch = learned(batch, run.config.reward)
     with run.record.phase("plan"):
         drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
         epochs = [Epoch(rows, planner.plan(batch, rows, "policy.update")) for rows in drawn]
@@ -121,15 +123,19 @@ def plan_updates(run: "Run", batch: RemoteBatch) -> list[Epoch]:
 def with_old_log_probs(run: "Run", batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
     """Add the tokens `old_log_probs`, the loss ratios' denominator, if needed before the update.
 
-    A single optimiser step uses its own forward pass, which gives the same numbers. Stale samples use the engines'.
-    recompute: use the current policy, for example between two updates. With algorithm.loss.old_entropies also adds
-    `old_entropies`.
+    A single optimiser step uses its own forward pass, which gives the same numbers. Stale samples use the
+    engines'.
+    recompute: use the current policy, for example between two updates. With algorithm.loss.old_entropies also
+    adds `old_entropies`.
 
     Raises MismatchError if engines and trainer differ too much.
     """
-    config, check = run.config, run.logprob_check
+    config = run.config
+    check = run.logprob_check
     needed = recompute or config.has_forward_pass
-    equal_weights = check.at_equal_weights(batch["weight_version"], batch["newest_weight_version"], run.weight_version)
+    equal_weights = check.at_equal_weights(
+        batch["weight_version"], batch["newest_weight_version"], run.weight_version
+    )
     if config.old_log_probs == "sampler" and not recompute:
         batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
     entropies = config.algorithm.loss.old_entropies
@@ -151,7 +157,9 @@ def with_reference_log_probs(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     if not run.config.uses_reference:
         return batch
     with on_training_roles(run, "log_probs"):
-        found = run.roles.of_reference("log_probs")(batch, run.planner.forward_plan(batch, "reference.log_probs"))
+        found = run.roles.of_reference("log_probs")(
+            batch, run.planner.forward_plan(batch, "reference.log_probs")
+        )
     return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
 
 
@@ -160,7 +168,8 @@ def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
 
     Without a model of its own, the teacher is the policy, which reads the record's context too.
     """
-    config, settings = run.config, run.config.algorithm.loss.distillation
+    config = run.config
+    settings = run.config.algorithm.loss.distillation
     if not config.uses_teacher:
         return batch
     teacher = run.roles.teacher or run.roles.policy
@@ -194,19 +203,27 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     rewards of turns --gigpo, on the driver--> a number a turn --on the ranks--> tokens
     rewards of an agent's responses --estimator, on the driver--> a number a turn --on the ranks--> tokens
     """
-    algorithm, planner, critic = run.config.algorithm, run.planner, run.roles.critic
-    whole, batch = batch, newly_sampled(batch)
+    algorithm = run.config.algorithm
+    planner = run.planner
+    critic = run.roles.critic
+    whole = batch
+    batch = newly_sampled(batch)
     with on_training_roles(run, "advantages"):
         weight, kl = _kl_in_reward(run, batch)
         penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
         if critic is not None:
             plan = planner.forward_plan(batch, "critic.values")
-            found = critic.advantages(_credited(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per)
+            found = critic.advantages(
+                _credited(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per
+            )
             run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
             batch = batch.with_tokens(**found.tokens)
         elif run.config.uses_token_returns:
-            plan, settings = planner.forward_plan(batch, "policy.log_probs"), (algorithm.gamma, penalty)
-            found = run.roles.policy.token_advantages(_credited(run, batch), plan, *settings, algorithm.gamma_per)
+            plan = planner.forward_plan(batch, "policy.log_probs")
+            settings = (algorithm.gamma, penalty)
+            found = run.roles.policy.token_advantages(
+                _credited(run, batch), plan, *settings, algorithm.gamma_per
+            )
             batch = batch.with_tokens(**found.tokens)
         elif algorithm.advantage == "gigpo":
             plan = planner.forward_plan(batch, "policy.log_probs")
@@ -220,7 +237,9 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
         else:
             rewards = batch["reward"] - weight * kl
             own = run.functions.get("algorithm.advantage_function")
-            batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards, own))
+            batch = batch.with_columns(
+                advantages=advantages.sequence_advantages(algorithm, batch, rewards, own)
+            )
     batch = run.replay.with_advantages(whole, batch)
     run.record.trains_on(batch)
     return batch
@@ -228,7 +247,8 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
 
 def _credited(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     """Give rewards their baseline by group, and their turns, where the estimator has them."""
-    algorithm, rewards = run.config.algorithm, batch["reward"]
+    algorithm = run.config.algorithm
+    rewards = batch["reward"]
     if algorithm.advantage == "reinforce_plus_plus_baseline":
         rewards = advantages.dr_grpo(rewards, batch["group_number"])
     turns = {"by_turn": by_turn(algorithm, batch, rewards)} if algorithm.reads_turns else {}
@@ -259,7 +279,8 @@ def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> di
     if run.roles.critic is None:
         return {}
     plans = [
-        run.planner.plan(learned(batch, run.config.reward), epoch.mini_batches, "critic.update") for epoch in epochs
+        run.planner.plan(learned(batch, run.config.reward), epoch.mini_batches, "critic.update")
+        for epoch in epochs
     ]
     found = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
     metrics = {name: value for name, value in found.items() if name in CRITIC_METRICS}
@@ -298,7 +319,8 @@ def _update(
     plans: Sequence[Plan],
     loss: LossConfig | ValueLossConfig,
 ) -> Metrics:
-    parts, batch = [], learned(batch, run.config.reward)
+    parts = []
+    batch = learned(batch, run.config.reward)
     with on_training_roles(run, "update"):
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
@@ -310,9 +332,11 @@ def _update(
 
 
 def send_weights(run: "Run", adapter: str = "") -> None:
-    """Send the policy's weights to every engine, under the next version. adapter: see `WorkerGroups.send_weights`.
+    """Send the policy's weights to every engine, under the next version. adapter: see
+    `WorkerGroups.send_weights`.
 
-    With samples of older weights, compares engines and trainer after the first update, and may raise MismatchError.
+    With samples of older weights, compares engines and trainer after the first update, and may raise
+    MismatchError.
     """
     with run.record.phase("weights"):
         run.weight_version += 1
@@ -326,7 +350,9 @@ def _check_changed_weights(run: "Run") -> None:
     sampling = config.rollout.sampling
     sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))
     prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
-    batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP).rows
+    batch = run.buffer.roll_out(
+        prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP
+    ).rows
     with on_training_roles(run, "log_probs"):
         passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     run.logprob_check.compare(run.number, passed.metrics, AtEqualWeights.CHANGED)

@@ -35,8 +35,10 @@ Step = Callable[[Any], None]
 """Makes one step of a `TrainingRun`."""
 
 Callback = Callable[..., None]
-"""Called as `f(step, metrics)` or `f(step, metrics, view)` after every step, and with step 0 after a validation before
-the first. Numbers that it adds to `metrics`, a dictionary, are recorded with the step's. view: a `RunView`."""
+"""Called as `f(step, metrics)` or `f(step, metrics, view)` after every step, and with step 0 after a
+validation before the first. Numbers that it adds to `metrics`, a dictionary, are recorded with the step's.
+view: a `RunView`.
+"""
 
 
 class StopTraining(Exception):  # noqa: N818 - no error, as StopIteration is none
@@ -47,8 +49,8 @@ class StopTraining(Exception):  # noqa: N818 - no error, as StopIteration is non
 class RunView:
     """The run, for callbacks.
 
-    model: folder of the policy saved last, or model.path. samples: the step's, a dictionary each: prompt, record,
-    response, reward, response_tokens and others.
+    model: folder of the policy saved last, or model.path. samples: the step's, a dictionary each: prompt,
+    record, response, reward, response_tokens and others.
     """
 
     folder: Path
@@ -71,7 +73,9 @@ class Outcome:
         if self.steps:
             speed = {
                 "seconds_per_step": statistics.median(step["time/step_s"] for step in self.steps),
-                "tokens_per_second": statistics.median(step["throughput/tokens_per_s"] for step in self.steps),
+                "tokens_per_second": statistics.median(
+                    step["throughput/tokens_per_s"] for step in self.steps
+                ),
             }
         validation = {"before": self.before, "after": self.after}
         return {"steps": self.last_step, "validation": validation} | speed
@@ -80,18 +84,23 @@ class Outcome:
 class TrainingRun(ABC, Generic[Settings]):
     """A run in progress. Steps read it, and change its models through their parts.
 
-    record: receives events, and cannot change them. planner: assigns sequences to ranks. progress: state after the last
-    complete step, replaced only by `advance`. last_step: number of steps.
+    record: receives events, and cannot change them. planner: assigns sequences to ranks. progress: state
+    after the last complete step, replaced only by `advance`. last_step: number of steps.
     """
 
     def __init__(self, config: Settings, session: Session, *, steps: int, cost_model: CostModel) -> None:
         """cost_model: FLOPs of a sequence, used for plans until measured times replace it."""
-        self.config, self.roles, self.record, self.progress = config, session.roles, session.record, session.progress
-        self.last_step, self.model = steps, Path(config.model.path)
+        self.config = config
+        self.roles = session.roles
+        self.record = session.record
+        self.progress = session.progress
+        self.last_step = steps
+        self.model = Path(config.model.path)
         self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
         self.cost_fitter.load_state(self.progress.refit)
         self.planner = Planner(config, self.cost_fitter.cost_model, self.cost_fitter.stages)
-        self.folder, log = session.record.writer.folder.resolve(), session.record.console.log
+        self.folder = session.record.writer.folder.resolve()
+        log = session.record.console.log
         self.interrupts = Interrupts(log)
         self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
 
@@ -117,7 +126,8 @@ class TrainingRun(ABC, Generic[Settings]):
 
     def step_finished(self) -> None:
         """Fit the next plans' cost model to this step's micro-steps."""
-        times, fitter = self.roles.take_micro_step_times(), self.cost_fitter
+        times = self.roles.take_micro_step_times()
+        fitter = self.cost_fitter
         self.record.micro_steps(times, self.planner.cost_model)
         policy = {actor: found for actor, found in times.items() if actor.startswith("policy")}
         self.record.add(prefixed("balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))))
@@ -130,7 +140,9 @@ class TrainingRun(ABC, Generic[Settings]):
         self.save("model")
 
     def save(self, name: str) -> None:
-        """Save model and tokenizer in Hugging Face format as `name`, and LoRA adapters: `model-30`, `adapters-30`."""
+        """Save model and tokenizer in Hugging Face format as `name`, and LoRA adapters: `model-30`,
+        `adapters-30`.
+        """
         with self.record.phase("save"):
             self.model = self.folder / name
             self.roles.policy.save_pretrained(str(self.model))
@@ -142,8 +154,8 @@ class TrainingRun(ABC, Generic[Settings]):
 def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Validate, make all remaining steps, validate, save the model and write summary.json.
 
-    An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. An exception in a
-    callback ends the run after the step is recorded and saved, see `StopTraining`.
+    An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. An exception
+    in a callback ends the run after the step is recorded and saved, see `StopTraining`.
     """
     tell = partial(run.record.console.note, "compiling the planner, once")
     rows, run.record.shows_all = list[dict[str, float]](), any(map(takes_run, callbacks))
@@ -188,7 +200,8 @@ def _complete_step(
     run: TrainingRun[Any], number: int, rows: list[dict[str, float]], callbacks: Sequence[Callback]
 ) -> None:
     run.record.add(run.measure() | {"checkpoint/failures": float(run.checkpoints.failures)})
-    every, scores = run.config.validation.every, run.progress.latest
+    every = run.config.validation.every
+    scores = run.progress.latest
     if number == run.last_step or (every and number % every == 0):
         scores = run.validate(number)
         run.record.add(prefixed("validation", scores))
@@ -206,7 +219,8 @@ def _complete_step(
 def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
     """Set `run.progress` to the state after `step`. scores: of the last validation."""
     before = run.progress.before if step else scores
-    state, refit = run.state(), run.cost_fitter.state()
+    state = run.state()
+    refit = run.cost_fitter.state()
     run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)
 
 
@@ -245,11 +259,15 @@ def takes_run(callback: Callback) -> bool:
             with suppress(TypeError, ValueError):  # ValueError: it has no signature
                 inspect.signature(callback).bind(*range(count))
                 return count == 3
-    raise ConfigError(f"callbacks={callback!r}: not a function of (step, metrics) or (step, metrics, view). Change it.")
+    raise ConfigError(
+        f"callbacks={callback!r}: not a function of (step, metrics) or (step, metrics, view). Change it."
+    )
 
 
 def as_metric(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise ConfigError(f"callbacks: metrics[{name!r}]={value!r:.80} is not a number. Add numbers alone.") from None
+        raise ConfigError(
+            f"callbacks: metrics[{name!r}]={value!r:.80} is not a number. Add numbers alone."
+        ) from None

@@ -1,4 +1,6 @@
-"""A Chromium without a window and without a network, driven over its DevTools protocol: one start for many pages."""
+"""A Chromium without a window and without a network, driven over its DevTools protocol: one start for many
+pages.
+"""
 
 import base64
 import itertools
@@ -79,7 +81,9 @@ class Browser:
     def resize(self, width: int) -> None:
         """The page as it stands on a screen of another width; a narrow one is a telephone's."""
         self._width, mobile = width, width < 600
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=mobile)
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=mobile
+        )
 
     def value(self, expression: str) -> Any:
         """What JavaScript gives in the page."""

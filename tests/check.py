@@ -43,7 +43,9 @@ def changed_files() -> list[Path]:
 def files_to_run(changed: Sequence[Path]) -> list[str]:
     """Return test files: changed ones, mirrored ones, and those of the nearest importers that have any."""
     graph = grimp.build_graph(*PACKAGES, "tests", include_external_packages=False)
-    modules = [_module_of(path) for path in changed if path.suffix == ".py" and path.parts[0] in (*PACKAGES, "tests")]
+    modules = [
+        _module_of(path) for path in changed if path.suffix == ".py" and path.parts[0] in (*PACKAGES, "tests")
+    ]
     modules = [module for module in modules if module in graph.modules]
     tests = [module for module in modules if _is_test(module)]
     for module in modules:
@@ -52,12 +54,16 @@ def files_to_run(changed: Sequence[Path]) -> list[str]:
 
 
 def _tests_of(module: str, graph: grimp.ImportGraph) -> list[str]:
-    """Return the tests of a module and its importers. Without one, those of the importers' importers, and so on."""
+    """Return the tests of a module and its importers. Without one, those of the importers' importers, and so
+    on.
+    """
     seen = {module}
     level = [module]
     tests: list[str] = []
     while level and not tests:
-        direct = {importer for name in level for importer in graph.find_modules_that_directly_import(name)} - seen
+        direct = {
+            importer for name in level for importer in graph.find_modules_that_directly_import(name)
+        } - seen
         importers = sorted(name for name in direct if not name.startswith("tests."))
         mirrors = [_mirror_of(name) for name in level]
         tests = [name for name in mirrors if name in graph.modules]
@@ -90,7 +96,9 @@ def _run(files: Sequence[str]) -> int:
     if not files:
         print("nothing to run")
         return 0
-    return subprocess.run([sys.executable, "-m", "pytest", "-m", QUICK, "-n", "2", *files], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", QUICK, "-n", "2", *files], check=False
+    ).returncode
 
 
 if __name__ == "__main__":

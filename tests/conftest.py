@@ -1,4 +1,6 @@
-"""Shared by all tests: a local Ray session, a folder that the documentation works in, and what runs one at a time."""
+"""Shared by all tests: a local Ray session, a folder that the documentation works in, and what runs one at a
+time.
+"""
 
 import functools
 import gc
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
     from tests.workers.model.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own, 15, a run hardly goes on beside anything else
-# How long an example takes is the machine's affair. The same examples everywhere: what passes here passes in CI, and
-# `make test-slow` draws others.
+os.environ.setdefault(
+    "RAY_worker_niceness", "0"
+)  # at Ray's own, 15, a run hardly goes on beside anything else
+# How long an example takes is the machine's affair. The same examples everywhere: what passes here passes in
+# CI, and `make test-slow` draws others.
 hypothesis.settings.register_profile("repeated", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("drawn", deadline=None)
 hypothesis.settings.load_profile("repeated")
@@ -46,7 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"cases of matrices: {'all' if config.getoption('--whole') else f'drawn, --draw {draw_seed(config)}'}"
+    return (
+        f"cases of matrices: {'all' if config.getoption('--whole') else f'drawn, --draw {draw_seed(config)}'}"
+    )
 
 
 def draw_seed(config: pytest.Config) -> str:
@@ -62,7 +68,9 @@ def commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what lasts longest, then with the files that share a Ray session, so that each process starts one."""
+    """Begin with what lasts longest, then with the files that share a Ray session, so that each process
+    starts one.
+    """
     if not config.getoption("--whole"):
         leave_cases_to_slow(items, draw_seed(config))
         leave_runs_to_slow(items, draw_seed(config))
@@ -90,7 +98,9 @@ def end_ray_session() -> None:
 
 
 def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
-    """Mark as slow all cases of a test with `drawn(count, always=ids)` but those, and `count` drawn for each commit."""
+    """Mark as slow all cases of a test with `drawn(count, always=ids)` but those, and `count` drawn for each
+    commit.
+    """
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("drawn") and not item.get_closest_marker("slow"):
@@ -107,7 +117,9 @@ def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
 
 
 def leave_runs_to_slow(items: list[pytest.Item], seed: str) -> None:
-    """Mark the files of whole runs as slow, but those that always run and a few that are drawn for each commit."""
+    """Mark the files of whole runs as slow, but those that always run and a few that are drawn for each
+    commit.
+    """
     runs = [item for item in items if "end_to_end" in item.path.parts and not item.get_closest_marker("slow")]
     files = sorted({item.path.stem for item in runs} - set(RUNS_ALWAYS))
     kept = random.Random(f"{seed} whole runs").sample(files, min(RUNS_DRAWN, len(files)))
@@ -118,18 +130,24 @@ def leave_runs_to_slow(items: list[pytest.Item], seed: str) -> None:
 
 @pytest.fixture(autouse=True)
 def one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a worker that runs inside the test's process at one thread: its ranks set the count for the whole process.
+    """Keep a worker that runs inside the test's process at one thread: its ranks set the count for the whole
+    process.
 
-    Two threads per process on two cores made a case of tests/controller/offline take 29.5 CPU s, and 2.7 with one.
+    Two threads per process on two cores made a case of tests/controller/offline take 29.5 CPU s, and 2.7 with
+    one.
     """
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # a first test may have imported it and let a rank set the count
+        sys.modules["torch"].set_num_threads(
+            1
+        )  # a first test may have imported it and let a rank set the count
         monkeypatch.setattr(sys.modules["torch"], "set_num_threads", lambda count: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_end() -> Iterator[None]:
-    """With their stores: a module's tests leave hundreds of threads otherwise, each waking a hundred times a second."""
+    """With their stores: a module's tests leave hundreds of threads otherwise, each waking a hundred times a
+    second.
+    """
     yield
     if "workers.roles.base" in sys.modules:
         sys.modules["workers.roles.base"]._meeting_point.cache_clear()
@@ -159,12 +177,16 @@ def ray_session() -> None:
 
 @pytest.fixture
 def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, in which the commands of the documentation and of examples/launch can be dry-run."""
+    """The working directory, in which the commands of the documentation and of examples/launch can be
+    dry-run.
+    """
     from tests.documentation.workspace import write_documentation_workspace
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("controller.lifecycle.model_checks.MOST_BYTES", 2**28)  # the hub's models are zeros here
+    monkeypatch.setattr(
+        "controller.lifecycle.model_checks.MOST_BYTES", 2**28
+    )  # the hub's models are zeros here
     write_documentation_workspace(tmp_path)
     return tmp_path
 

@@ -4,8 +4,8 @@
                     receivers, by class --> every call of a library's method ------+--> bind to the signature
                     torch.ops --> the operator's schema as a signature ------------'      --> problems, a line each
 
-What is bound: that the name is there, the number of positional arguments, every keyword, and constants against a
-parameter of Literal type. Built-in functions without a signature are only looked up.
+What is bound: that the name is there, the number of positional arguments, every keyword, and constants
+against a parameter of Literal type. Built-in functions without a signature are only looked up.
 """
 
 import ast
@@ -24,8 +24,9 @@ OURS = object()  # what a name stands for that no library has given
 
 @dataclass(frozen=True)
 class Call:
-    """target: as it is written. positional: number of arguments, those of known stars included. constants: values that
-    are written out, by position or keyword. open: whether more keywords come from a `**mapping`."""
+    """target: as it is written. positional: number of arguments, those of known stars included. constants:
+    values that are written out, by position or keyword. open: whether more keywords come from a `**mapping`.
+    """
 
     line: int
     target: str
@@ -39,9 +40,10 @@ class Call:
 class Tables:
     """What the source does not say, by the text of an expression, subscripts as `[]`.
 
-    receivers: of what class an object is; None for one of ours or of Python's. stars: into how many arguments `*x`
-    unfolds. watched: classes whose method names, called on something that is not in `receivers`, are a problem; not
-    the names in `common`, which many classes have. published: signatures of packages that are not installed here.
+    receivers: of what class an object is; None for one of ours or of Python's. stars: into how many arguments
+    `*x` unfolds. watched: classes whose method names, called on something that is not in `receivers`, are a
+    problem; not the names in `common`, which many classes have. published: signatures of packages that are
+    not installed here.
     passes_on: methods that call their first argument with the others.
     """
 
@@ -60,8 +62,9 @@ class Tables:
 
 @dataclass
 class Found:
-    """bound: the targets that were resolved, with what each call's positional arguments were bound to. problems: a line
-    each."""
+    """bound: the targets that were resolved, with what each call's positional arguments were bound to.
+    problems: a line each.
+    """
 
     bound: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -81,7 +84,9 @@ def check_file(path: Path, root: Path, tables: Tables) -> Found:
 
 
 def module_of(path: Path, root: Path) -> Any:
-    return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
+    return importlib.import_module(
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    )
 
 
 def calls_on(source: str, receivers: tuple[str, ...]) -> Iterator[tuple[str, Call | None]]:
@@ -137,7 +142,9 @@ def signature_of(target: Any) -> inspect.Signature | None:
 def bind(signature: inspect.Signature, call: Call, *, with_self: bool = False) -> tuple[str, ...]:
     """Names that the arguments are bound to, in order. Raises TypeError if they do not fit."""
     arguments = [*(["self"] if with_self else []), *range(call.positional)]
-    bound = (signature.bind_partial if call.open else signature.bind)(*arguments, **dict.fromkeys(call.keywords))
+    bound = (signature.bind_partial if call.open else signature.bind)(
+        *arguments, **dict.fromkeys(call.keywords)
+    )
     return tuple(list(bound.arguments)[with_self:])
 
 
@@ -168,7 +175,11 @@ class _Reader(ast.NodeVisitor):
             return published
         try:
             module = importlib.import_module(source)
-            return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{source}.{name}")
+            return (
+                getattr(module, name)
+                if hasattr(module, name)
+                else importlib.import_module(f"{source}.{name}")
+            )
         except ImportError:
             self.found.problems.append(f"{line}: {source} has no {name}")
             return OURS
@@ -187,7 +198,13 @@ class _Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         arguments = node.args
-        names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        names = [
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            arguments.vararg,
+            arguments.kwarg,
+        ]
         self.scopes.append({argument.arg: OURS for argument in names if argument})
         self.generic_visit(node)
         self.scopes.pop()
@@ -254,13 +271,18 @@ class _Reader(ast.NodeVisitor):
             return self.owner
         if receiver == "super()":
             return self.owner and self.owner.__mro__[1]
-        is_library = isinstance(function.value, (ast.Name, ast.Attribute)) and self._resolve(function.value) is not OURS
+        is_library = (
+            isinstance(function.value, (ast.Name, ast.Attribute))
+            and self._resolve(function.value) is not OURS
+        )
         if function.attr in self.tables.watched_names and not is_library:
             kinds = ", ".join(kind.__name__ for kind in self.tables.watched if function.attr in vars(kind))
             self._problem(function, f"{_text(function)}: a method of {kinds}? name the class of {receiver}")
         return None
 
-    def _bind(self, node: ast.Call, target: Any, arguments: list[ast.expr] | None = None, *, with_self=False) -> None:
+    def _bind(
+        self, node: ast.Call, target: Any, arguments: list[ast.expr] | None = None, *, with_self=False
+    ) -> None:
         signature = signature_of(target)
         call = self._call_of(node, node.args if arguments is None else arguments)
         names = self.found.bound.setdefault(_name(target, call), [])

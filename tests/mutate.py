@@ -4,8 +4,8 @@
 
 mutants of a file --mirrored tests--> died, or --other tests that import the file--> died, or survived
 
-Mirrored tests stand where the file stands (tests/balancing/ for balancing/) and import it. A mutant changes one
-operator, bound, constant, mask or name of a copy of the tree; the tree itself is never written.
+Mirrored tests stand where the file stands (tests/balancing/ for balancing/) and import it. A mutant changes
+one operator, bound, constant, mask or name of a copy of the tree; the tree itself is never written.
 """
 
 import argparse
@@ -29,7 +29,14 @@ QUICK = "not slow and not gpu and not soak and not alone"
 LOADED_ONCE = ("numpy", "torch", "pytest", "hypothesis", "tensordict", "omegaconf", "transformers", "ray")
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-OPPOSITES = (("low", "high"), ("min", "max"), ("lowest", "highest"), ("any", "all"), ("sum", "mean"), ("start", "stop"))
+OPPOSITES = (
+    ("low", "high"),
+    ("min", "max"),
+    ("lowest", "highest"),
+    ("any", "all"),
+    ("sum", "mean"),
+    ("start", "stop"),
+)
 NO_CODE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 FASTEST_LIMIT_S = 60.0
 STARTED_IN = Path.cwd()
@@ -51,7 +58,9 @@ class Mutant:
 
 
 def mutants_of(file: Path) -> list[Mutant]:
-    """Return every small fault of the file's code. Messages, annotations and defaults of messages are left alone."""
+    """Return every small fault of the file's code. Messages, annotations and defaults of messages are left
+    alone.
+    """
     source = file.read_bytes()
     offsets = [0]
     for line in source.splitlines(keepends=True):
@@ -70,7 +79,9 @@ def mutants_of(file: Path) -> list[Mutant]:
 def _code_nodes(node: ast.AST) -> Iterator[ast.expr]:
     """Yield expressions that run. A decorator, an annotation or a message is none of them."""
     for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(node, ast.Call):
+        if field in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(
+            node, ast.Call
+        ):
             continue
         children = value if isinstance(value, list) else [value]
         for child in children:
@@ -125,12 +136,16 @@ def files_that_test(file: Path, tree: Path) -> tuple[list[str], list[str]]:
         if "end_to_end" not in path.parts and imports.search(path.read_text(encoding="utf-8"))
     ]
     mirror = str(Path("tests") / file.parent)
-    mirrored = [path for path in importing if os.path.dirname(path) == mirror or f"test_{file.stem}.py" in path]
+    mirrored = [
+        path for path in importing if os.path.dirname(path) == mirror or f"test_{file.stem}.py" in path
+    ]
     return mirrored, [path for path in importing if path not in mirrored]
 
 
 class Laboratory:
-    """A copy of the tree in which one mutant lives at a time. Its processes are forked from one with the imports."""
+    """A copy of the tree in which one mutant lives at a time. Its processes are forked from one with the
+    imports.
+    """
 
     def __init__(self) -> None:
         self.tree = Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -183,7 +198,10 @@ class Laboratory:
         os.chdir(self.tree)
         for name in [name for name in sys.modules if name.split(".")[0] in ("tests", *PACKAGES)]:
             del sys.modules[name]  # of the tree itself, from where this was started
-        sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != STARTED_IN)]
+        sys.path[:] = [
+            str(self.tree),
+            *(path for path in sys.path if Path(path or ".").resolve() != STARTED_IN),
+        ]
         os.environ["PYTHONPATH"] = str(self.tree)
         import pytest
 
@@ -198,7 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mutants", type=int, default=60, help="to draw (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     options = parser.parse_args(arguments)
-    files = [file for room in options.rooms for file in (sorted(room.rglob("*.py")) if room.is_dir() else [room])]
+    files = [
+        file for room in options.rooms for file in (sorted(room.rglob("*.py")) if room.is_dir() else [room])
+    ]
     files = [file for file in files if file.parts[0] in PACKAGES]
     possible = [mutant for file in files for mutant in mutants_of(file)]
     drawn = random.Random(options.seed).sample(possible, min(options.mutants, len(possible)))
@@ -219,7 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(laboratory.tree, ignore_errors=True)
     died = verdicts["mirrored"]
     share = died / max(1, len(drawn))
-    print(f"died in mirrored tests: {died} of {len(drawn)} ({share:.0%}), in wider ones {verdicts['wider']}, ", end="")
+    print(
+        f"died in mirrored tests: {died} of {len(drawn)} ({share:.0%}), in wider ones {verdicts['wider']}, ",
+        end="",
+    )
     print(f"survived {verdicts['survived']}")
     return 0
 

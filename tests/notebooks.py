@@ -7,7 +7,9 @@ from nbclient import NotebookClient
 
 
 def executed(notebook: nbformat.NotebookNode, folder: Path, *, timeout_s: int = 300) -> nbformat.NotebookNode:
-    """The notebook with its outputs, after all cells ran in `folder`. Raises what nbclient does where one fails."""
+    """The notebook with its outputs, after all cells ran in `folder`. Raises what nbclient does where one
+    fails.
+    """
     client = NotebookClient(
         notebook, timeout=timeout_s, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )

@@ -12,7 +12,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def test_the_drawing_of_the_rooms_is_the_rule_that_is_checked() -> None:
-    """CONTRIBUTING.md shows the layers of controller in pyproject.toml: the same modules, from top to bottom."""
+    """CONTRIBUTING.md shows the layers of controller in pyproject.toml: the same modules, from
+    top to bottom.
+    """
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     drawing = re.search(r"```text\n(fit sft.*?)```", text, re.S).group(1)
     lines = [line.partition("|") for line in drawing.splitlines()]
@@ -20,16 +22,25 @@ def test_the_drawing_of_the_rooms_is_the_rule_that_is_checked() -> None:
     for names, bar, _ in lines:
         drawn += [set()] if bar else []
         drawn[-1] |= {name.removesuffix("/") for name in names.split()}
-        assert all((REPOSITORY / "controller" / name).is_dir() for name in names.split() if name.endswith("/"))
-    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        assert all(
+            (REPOSITORY / "controller" / name).is_dir() for name in names.split() if name.endswith("/")
+        )
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == ["controller"]]
     assert drawn == [set(re.findall(r"\w+", layer)) for layer in layers]
 
 
 def test_the_dependency_rule_holds() -> None:
-    """ballast -> controller -> workers -> balancing; the rooms of controller; who does without torch, Ray and vLLM."""
+    """ballast -> controller -> workers -> balancing; the rooms of controller; who does without torch, Ray and
+    vLLM.
+    """
     process = subprocess.run(
-        [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=REPOSITORY, text=True, capture_output=True
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=REPOSITORY,
+        text=True,
+        capture_output=True,
     )
     assert process.returncode == 0, process.stdout + process.stderr
 

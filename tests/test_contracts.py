@@ -1,8 +1,8 @@
-"""What we ask of vLLM, torch, transformers and flash-attn, held against what is installed: an upgrade that would break
-a run, on GPUs too, breaks a test here first.
+"""What we ask of vLLM, torch, transformers and flash-attn, held against what is installed: an upgrade that
+would break a run, on GPUs too, breaks a test here first.
 
-The calls are read from our source (`tests.library_calls`), so that none is forgotten. flash-attn is not installed: its
-part is held against the signature that it publishes, below.
+The calls are read from our source (`tests.library_calls`), so that none is forgotten. flash-attn is not
+installed: its part is held against the signature that it publishes, below.
 """
 
 import inspect
@@ -162,7 +162,9 @@ def all_bound() -> dict[str, list[tuple[str, ...]]]:
     ],
 )
 def test_the_calls_that_matter_most_are_among_those_found(target: str) -> None:
-    """The reading of our source cannot go blind without a word; where we no longer call one, take it out here."""
+    """The reading of our source cannot go blind without a word; where we no longer call one, take it out
+    here.
+    """
     assert target in all_bound()
 
 
@@ -175,8 +177,8 @@ def test_the_calls_that_matter_most_are_among_those_found(target: str) -> None:
         ),
         (
             "_flash_attention_backward",
-            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state "
-            "unused",
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+            "rng_state unused",
         ),
         ("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal"),
         (
@@ -225,10 +227,20 @@ def test_our_client_is_what_the_trainers_side_of_vllm_expects() -> None:
     assert len(wanted) == 4
     for name in wanted:
         parameters = [
-            name for name in inspect.signature(getattr(VLLMWeightSyncClient, name)).parameters if name != "self"
+            name
+            for name in inspect.signature(getattr(VLLMWeightSyncClient, name)).parameters
+            if name != "self"
         ]
-        bind(inspect.signature(getattr(EngineClient, name)), Call(0, name, len(parameters), (), {}), with_self=True)
-        bind(inspect.signature(getattr(EngineClient, name)), Call(0, name, 0, tuple(parameters), {}), with_self=True)
+        bind(
+            inspect.signature(getattr(EngineClient, name)),
+            Call(0, name, len(parameters), (), {}),
+            with_self=True,
+        )
+        bind(
+            inspect.signature(getattr(EngineClient, name)),
+            Call(0, name, 0, tuple(parameters), {}),
+            with_self=True,
+        )
 
 
 def reached(kind: type, methods: set[str]) -> dict[str, str]:
@@ -257,7 +269,9 @@ def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> Non
     from workers.engine.engine_thread import EngineThread
 
     prefix = "vllm.v1.engine.async_llm.AsyncLLM."
-    used = {target.removeprefix(prefix) for target in all_bound() if target.startswith(prefix)} - ON_GPUS_ALONE
+    used = {
+        target.removeprefix(prefix) for target in all_bound() if target.startswith(prefix)
+    } - ON_GPUS_ALONE
     asked = [
         found
         for source in reached(AsyncLLM, used | {"__init__"}).values()
@@ -269,7 +283,11 @@ def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> Non
         assert own, f"AsyncLLM asks engine_core.{name}, which EngineThread leaves to vLLM's base class"
         if call is not None:
             bind(inspect.signature(getattr(EngineThread, name)), call, with_self=True)
-    (made,) = [call for _, call in calls_on(reached(AsyncLLM, {"__init__"})["__init__"], ("EngineCoreClient",)) if call]
+    (made,) = [
+        call
+        for _, call in calls_on(reached(AsyncLLM, {"__init__"})["__init__"], ("EngineCoreClient",))
+        if call
+    ]
     bind(inspect.signature(EngineThread), made)
 
 
@@ -300,7 +318,9 @@ def test_engine_arguments_of_every_placement_can_be_made(placement: str, tensor_
 
     register()
     config = RolloutConfig(tensor_parallel=tensor_parallel)
-    made = engine_arguments(ModelConfig(path="model"), config, placement=placement, max_model_tokens=64, seed=0)
+    made = engine_arguments(
+        ModelConfig(path="model"), config, placement=placement, max_model_tokens=64, seed=0
+    )
     assert made.weight_transfer_config.backend in WeightTransferEngineFactory._registry
 
 

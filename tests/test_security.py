@@ -24,7 +24,9 @@ from workers.model.model import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
-    path for package in ("balancing", "workers", "controller", "ballast") for path in ROOT.glob(f"{package}/**/*.py")
+    path
+    for package in ("balancing", "workers", "controller", "ballast")
+    for path in ROOT.glob(f"{package}/**/*.py")
 )
 
 EXECUTING = {
@@ -54,16 +56,21 @@ ALLOWED = {
     ("workers/user_code/process.py", "pickle.loads"),
     ("controller/step.py", "cloudpickle.loads"),
 }
-"""What a worker has pickled a moment before, in the process of its own that exists to run it; and the user's own step
-(run.step), pickled by such a process, which the driver runs. A replay asks for --trust-run before."""
+"""What a worker has pickled a moment before, in the process of its own that exists to run it; and the user's
+own step (run.step), pickled by such a process, which the driver runs. A replay asks for --trust-run before.
+"""
 
 
 def calls(path: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    ]
 
 
 def test_no_code_of_ours_executes_what_it_reads() -> None:
-    found = {(str(path.relative_to(ROOT)), ast.unparse(call.func)) for path in SOURCES for call in calls(path)}
+    found = {
+        (str(path.relative_to(ROOT)), ast.unparse(call.func)) for path in SOURCES for call in calls(path)
+    }
     assert {(path, name) for path, name in found if name in EXECUTING} == ALLOWED
 
 
@@ -76,7 +83,9 @@ def test_no_call_switches_a_protection_off() -> None:
     ]
     assert ("workers/model/model.py", "trust_remote_code", "False") in keywords
     for path, name, value in keywords:
-        assert name not in ("trust_remote_code", "shell", "allow_pickle", "weights_only") or value == "False", path
+        assert (
+            name not in ("trust_remote_code", "shell", "allow_pickle", "weights_only") or value == "False"
+        ), path
         assert value.strip("'") not in ("0.0.0.0", "::"), f"{path}: {name} listens on every interface"
 
 
@@ -101,7 +110,9 @@ def test_a_pickle_among_the_weights_is_refused_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_samples, read_step], ids=lambda read: read.__name__)
-def test_a_pickle_in_a_file_of_samples_is_refused_unread(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_a_pickle_in_a_file_of_samples_is_refused_unread(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
     path, trace = tmp_path / "step-1.npz", tmp_path / "trace"
     arrays = ("records", "objects", "scores", "trained", "tokens.offsets")
     np.savez(path, **{name: np.array([Bomb(trace)], dtype=object) for name in arrays})
@@ -115,7 +126,9 @@ def test_code_in_a_models_folder_is_not_run(tmp_path: Path, model_type: str) -> 
     """Neither where it would replace a known family's, nor where the family is known from there alone."""
     folder, trace = tmp_path / "model", tmp_path / "trace"
     save_tiny_model(folder)
-    (folder / "bomb.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n")
+    (folder / "bomb.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n"
+    )
     described = json.loads((folder / "config.json").read_text())
     described |= {
         "model_type": model_type,
@@ -125,7 +138,10 @@ def test_code_in_a_models_folder_is_not_run(tmp_path: Path, model_type: str) -> 
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer |= {"auto_map": {"AutoTokenizer": ["bomb.Model", "bomb.Model"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    for read in (lambda: load_model(ModelConfig(path=str(folder)), torch.float32), lambda: load_tokenizer(str(folder))):
+    for read in (
+        lambda: load_model(ModelConfig(path=str(folder)), torch.float32),
+        lambda: load_tokenizer(str(folder)),
+    ):
         try:
             read()
         except ConfigError:
@@ -142,7 +158,9 @@ def test_code_in_a_models_folder_is_not_run(tmp_path: Path, model_type: str) -> 
         "run: {name: '${run.${oc.env:SECRET}}'}",
     ],
 )
-def test_a_configuration_reads_nothing_but_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_a_configuration_reads_nothing_but_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     path = tmp_path / "config.yaml"
     path.write_text(f"model: {{path: model}}\n{line}\n")
@@ -160,7 +178,9 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
 
 
 def test_settings_may_follow_one_another(tmp_path: Path) -> None:
-    config = load(write_workspace(tmp_path), ["validation.sampling.max_new_tokens=${rollout.sampling.max_new_tokens}"])
+    config = load(
+        write_workspace(tmp_path), ["validation.sampling.max_new_tokens=${rollout.sampling.max_new_tokens}"]
+    )
     assert config.validation.sampling.max_new_tokens == 64
 
 
@@ -168,7 +188,11 @@ def test_settings_may_follow_one_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [evaluate, generate], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("setting", ["reward.function", "rollout.environment", "rollout.agent"])
 def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any, setting: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: Any,
+    setting: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config, run, trace = write_workspace(tmp_path), tmp_path / "runs" / "foreign", tmp_path / "trace"
@@ -207,7 +231,9 @@ def test_a_foreign_runs_task_set_is_imported_only_if_the_caller_says_so(
 
 
 def test_a_foreign_runs_loss_is_neither_replayed_nor_loaded_with_its_policy(tmp_path: Path) -> None:
-    config = load(write_workspace(tmp_path), ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"])
+    config = load(
+        write_workspace(tmp_path), ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"]
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     with pytest.raises(ConfigError, match=r"bomb.py:f.*--trust-run"):
         settings(tmp_path)

@@ -1,8 +1,9 @@
 """Settings of torch's CUDA allocator in training ranks.
 
-Rows differ in length, so blocks of fixed segments fit no later row, and the rest of a segment is lost. Expandable
-segments grow and shrink instead. A process shares them with others over file descriptors, more slowly and not from
-every container, so memory for CUDA IPC is allocated in fixed ones. A user's own PYTORCH_ALLOC_CONF wins.
+Rows differ in length, so blocks of fixed segments fit no later row, and the rest of a segment is lost.
+Expandable segments grow and shrink instead. A process shares them with others over file descriptors, more
+slowly and not from every container, so memory for CUDA IPC is allocated in fixed ones. A user's own
+PYTORCH_ALLOC_CONF wins.
 """
 
 import os
@@ -25,7 +26,9 @@ def use_settings() -> None:
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Inside, take new memory from segments of fixed size, which CUDA IPC shares. Free expandable ones are not used."""
+    """Inside, take new memory from segments of fixed size, which CUDA IPC shares. Free expandable ones are
+    not used.
+    """
     # torch resets whatever a text leaves out.
     others = [part for part in settings().split(",") if not part.strip().startswith(NAME)]
     _set(",".join([*others, f"{NAME}:False"]))

@@ -13,13 +13,16 @@ IMAGE_PLACES = ("image", "image_url", "url", "path")
 
 
 def cleaned(prompt: Any, where: str) -> Any:
-    """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record `where`.
+    """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record
+    `where`.
 
     Chat messages may be JSON in a text.
     """
     prompt = messages_in(prompt)
     if not isinstance(prompt, (str, list)):
-        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}. A string or chat messages are needed.")
+        raise DataError(
+            f"{where} has a prompt of type {type(prompt).__name__}. A string or chat messages are needed."
+        )
     if not prompt or (isinstance(prompt, str) and prompt.isspace()):
         raise DataError(f"{where} has an empty prompt.")
     return prompt if isinstance(prompt, str) else [_message(message, where) for message in prompt]
@@ -34,7 +37,9 @@ def check_not_blank(prompt: Any, where: str) -> None:
 def _says_something(message: dict[str, Any]) -> bool:
     content = message.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
-    return bool(message.get("tool_calls")) or any("text" not in part or part["text"].strip() for part in parts)
+    return bool(message.get("tool_calls")) or any(
+        "text" not in part or part["text"].strip() for part in parts
+    )
 
 
 def messages_in(value: Any) -> Any:
@@ -42,7 +47,9 @@ def messages_in(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     messages = parsed_json(value)
-    is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    is_chat = (
+        isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    )
     return messages if is_chat else value
 
 
@@ -69,10 +76,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Replace `function_call`, OpenAI's older form of a call, by `tool_calls`."""
     function = parsed_json(message["function_call"])
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or message.get("tool_calls"):
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or message.get("tool_calls")
+    ):
         raise DataError(
-            f"{where} has a message with function_call={message['function_call']!r:.80}. Give a name and arguments, "
-            "without tool_calls beside it."
+            f"{where} has a message with function_call={message['function_call']!r:.80}. Give a name and "
+            "arguments, without tool_calls beside it."
         )
     others = {name: value for name, value in message.items() if name != "function_call"}
     return others | {"tool_calls": [{"type": "function", "function": function}]}
@@ -82,7 +93,9 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = parsed_json(value)
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls or ()]
     if not isinstance(calls, list) or not all(isinstance(function, dict) for function in functions):
-        raise DataError(f"{where} has a message with malformed tool_calls. Give a list of calls, each with a function.")
+        raise DataError(
+            f"{where} has a message with malformed tool_calls. Give a list of calls, each with a function."
+        )
     return calls
 
 
@@ -95,6 +108,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return IMAGE_PART if found is None else IMAGE_PART | {"image": found}
     if kind != "text" or not isinstance(part.get("text"), str):
         raise DataError(
-            f"{where} has a chat message with a part of type {kind!r}. Only parts of types 'text' and 'image' are read."
+            f"{where} has a chat message with a part of type {kind!r}. Only parts of types 'text' and "
+            "'image' are read."
         )
     return {"type": "text", "text": part["text"]}

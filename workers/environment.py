@@ -26,10 +26,12 @@ Text = str | list[dict[str, Any]]
 
 
 class Turn(str):
-    """A turn of the policy: a string without special tokens, and its parts as vLLM's server would return them.
+    """A turn of the policy: a string without special tokens, and its parts as vLLM's server would return
+    them.
 
-    text: with special tokens. content: without reasoning and calls. tool_calls: as in chat messages, with arguments
-    that are a dict, or a str if they are not a JSON object. errors: why calls in the text could not be read.
+    text: with special tokens. content: without reasoning and calls. tool_calls: as in chat messages, with
+    arguments that are a dict, or a str if they are not a JSON object. errors: why calls in the text could not
+    be read.
     """
 
     text: str
@@ -48,8 +50,11 @@ class Turn(str):
         errors: Sequence[str] = (),
     ) -> "Turn":
         turn = super().__new__(cls, plain)
-        turn.text, turn.content, turn.reasoning = text, content, reasoning
-        turn.tool_calls, turn.errors = list(tool_calls), list(errors)
+        turn.text = text
+        turn.content = content
+        turn.reasoning = reasoning
+        turn.tool_calls = list(tool_calls)
+        turn.errors = list(errors)
         return turn
 
     def message(self) -> dict[str, Any]:
@@ -64,9 +69,9 @@ class Turn(str):
 class Observation:
     """An environment's answer to one turn.
 
-    text: the policy's next input, unused if `done`. In a chat, messages or one user message's text. Their contents
-    may hold images: parts {"type": "image", "image": one of PIL's, bytes or a path}. reward: of this turn, summed over
-    an episode. parts: numbers to log, of which an episode's last value counts.
+    text: the policy's next input, unused if `done`. In a chat, messages or one user message's text. Their
+    contents may hold images: parts {"type": "image", "image": one of PIL's, bytes or a path}. reward: of this
+    turn, summed over an episode. parts: numbers to log, of which an episode's last value counts.
     """
 
     text: Text = ""
@@ -98,7 +103,9 @@ def as_observation(value: Any) -> dict[str, Any]:
         raise DataError(f"the done of an Observation must be true or false, not {quoted(value.done)}.")
     for name, number in {"reward": value.reward, **value.parts}.items():
         if not isinstance(number, (int, float)) or not is_finite(number):
-            raise DataError(f"the {name} of an Observation must be a finite float32 number, not {quoted(number)}.")
+            raise DataError(
+                f"the {name} of an Observation must be a finite float32 number, not {quoted(number)}."
+            )
     parts = {str(name): float(part) for name, part in value.parts.items()}
     text = _checked_text(value.text, "step")
     return {"text": text, "reward": float(value.reward), "done": value.done, "parts": parts}
@@ -111,20 +118,26 @@ def as_text(said: Text) -> str:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [content]
-    return "".join(str(part.get("text", "<image>")) if isinstance(part, dict) else str(part) for part in parts)
+    return "".join(
+        str(part.get("text", "<image>")) if isinstance(part, dict) else str(part) for part in parts
+    )
 
 
 def _checked_text(value: Any, method: str) -> Text:
     messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not isinstance(value, str) and not messages:
-        raise DataError(f"the text that {method} returns must be a string or chat messages, not {quoted(value)}.")
+        raise DataError(
+            f"the text that {method} returns must be a string or chat messages, not {quoted(value)}."
+        )
     return value if isinstance(value, str) else [_with_urls(message) for message in value]
 
 
 def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
     """Write the images of a message, which travels as JSON, as data: URLs."""
     content = message.get("content")
-    return message | {"content": [_with_url(part) for part in content]} if isinstance(content, list) else message
+    return (
+        message | {"content": [_with_url(part) for part in content]} if isinstance(content, list) else message
+    )
 
 
 def _with_url(part: Any) -> Any:

@@ -51,7 +51,9 @@ class UnfinishedError(RolloutError):
 
 
 class CheckpointError(BallastError):
-    """A checkpoint is broken, foreign, of another model, or could not be written. The error names its folder."""
+    """A checkpoint is broken, foreign, of another model, or could not be written. The error names
+    its folder.
+    """
 
 
 class OutputError(BallastError):
@@ -59,7 +61,9 @@ class OutputError(BallastError):
 
 
 class NonFiniteError(BallastError):
-    """Loss or gradients were not finite in too many optimiser steps in a row. The error names the sequences."""
+    """Loss or gradients were not finite in too many optimiser steps in a row. The error names the
+    sequences.
+    """
 
 
 class MismatchError(BallastError):
@@ -95,7 +99,9 @@ def quoted(value: object) -> str:
 
 
 def clause(error: BaseException) -> str:
-    """An error's text in one line without its full stop. A library may say in the second line what is wrong."""
+    """An error's text in one line without its full stop. A library may say in the second line
+    what is wrong.
+    """
     text = without_control(" ".join(str(error).split())).rstrip(".") or type(error).__name__
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]} ... (cut)"
 
@@ -120,11 +126,15 @@ def named(error: BaseException) -> str:
 
 
 def _shadowed_package(error: BaseException) -> str:
-    """Say that a file of the user stands in the place of a package of the same name, if that explains `error`."""
+    """Say that a file of the user stands in the place of a package of the same name, if that explains
+    `error`.
+    """
     if isinstance(error, ImportError):
         name = error.name
     else:
-        name = getattr(getattr(error, "obj", None), "__name__", "") if isinstance(error, AttributeError) else ""
+        name = (
+            getattr(getattr(error, "obj", None), "__name__", "") if isinstance(error, AttributeError) else ""
+        )
     package = (name or "").partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None)
     if not package or not file:
@@ -132,7 +142,12 @@ def _shadowed_package(error: BaseException) -> str:
     folder = Path(file).parent.resolve()
     elsewhere = [path for path in sys.path if Path(path or ".").resolve() != folder]
     other = PathFinder.find_spec(package, elsewhere)
-    if other is None or not other.origin or Path(other.origin).parent.resolve() == folder or "site-packages" in file:
+    if (
+        other is None
+        or not other.origin
+        or Path(other.origin).parent.resolve() == folder
+        or "site-packages" in file
+    ):
         return ""
     return f" ({file} shadows the package {package}. Rename it)"
 
@@ -154,10 +169,11 @@ def raise_all(errors: Sequence[BallastError]) -> None:
 
 
 class Problems:
-    """Collect errors of independent checks: `with problems.collecting(): check()`, then `problems.raise_all()`.
+    """Collect errors of independent checks: `with problems.collecting(): check()`, then
+    `problems.raise_all()`.
 
-    A fault of a check itself hides none of them. Of checks that refuse the same value, the first one counts: what a
-    setting without effect names needs not exist.
+    A fault of a check itself hides none of them. Of checks that refuse the same value, the first one counts:
+    what a setting without effect names needs not exist.
     """
 
     def __init__(self) -> None:

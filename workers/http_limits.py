@@ -19,7 +19,8 @@ class Guard(asyncio.Protocol):
 
     def __init__(self, inner: Any, connections: set["Guard"]) -> None:
         """connections: the open ones of the server."""
-        self._inner, self._connections = inner, connections
+        self._inner = inner
+        self._connections = connections
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0

@@ -21,7 +21,9 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 LAYOUT = r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*+"  # possessive: long white space is tried once
 JOINED = r"(?:[,;]\s*+(?:and|or)?|and|or)"
 # Such as `\) and \( y =`. A comma in a sentence joins nothing: "\boxed{3}, so the answer is \boxed{4}".
-BETWEEN_BOXES = re.compile(rf"{LAYOUT}(?:{JOINED}|\\text\{{\s*+{JOINED}\s*+\}}){LAYOUT}(?:[A-Za-z]\w*\s*+=\s*+)?")
+BETWEEN_BOXES = re.compile(
+    rf"{LAYOUT}(?:{JOINED}|\\text\{{\s*+{JOINED}\s*+\}}){LAYOUT}(?:[A-Za-z]\w*\s*+=\s*+)?"
+)
 MARKED_MATHEMATICS = re.compile(r"\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\]", re.DOTALL)
 WHOLE = re.compile(r"\$+([^$]+)\$+")
 FACTORS = r"percent|pct|dozen|hundred|thousand|million|billion|trillion"
@@ -31,14 +33,18 @@ WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 ONLY_WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+)*")
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL)
 SAYS = re.compile(r"(?:answer\s*(?:is|:)|答案\s*(?:是|：|:))[\s:*]*+([^\n:：]{1,80})$", re.IGNORECASE)
-"""A last sentence that names the answer. What stands there is read as an answer if it is a choice or one word."""
+"""A last sentence that names the answer. What stands there is read as an answer if it is a choice or one
+word.
+"""
 FINAL = "####"  # of GSM8K
 FINAL_SENTENCE = "final answer is"  # of Minerva's prompts, which boxes of intermediate results may precede
 
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """An answer. expressions: of math-verify, SymPy's and texts. text: without blanks. choice: its letter or empty."""
+    """An answer. expressions: of math-verify, SymPy's and texts. text: without blanks. choice: its letter or
+    empty.
+    """
 
     expressions: Sequence[Any]
     text: str
@@ -93,14 +99,19 @@ def read_response(response: str) -> MathAnswer:
     if bare := _named_by_words(text):
         return _read_bare(bare)
     # A sentence is not one expression: math-verify looks for the last one in it.
-    return _read_marked(text) or (_read_prose(text) if WORD.search(text) or "\n" in text else _read_bare(text))
+    return _read_marked(text) or (
+        _read_prose(text) if WORD.search(text) or "\n" in text else _read_bare(text)
+    )
 
 
 def _named_by_words(text: str) -> str:
-    """Return a choice or words that are the whole text, or that its last sentence names as the answer, or ""."""
+    """Return a choice or words that are the whole text, or that its last sentence names as the
+    answer, or "".
+    """
     if BOX.search(text) or FINAL in text:
         return ""
-    whole, sentence = plain_text(text), SAYS.search(text)
+    whole = plain_text(text)
+    sentence = SAYS.search(text)
     named = plain_text(sentence[1].rstrip("*")) if sentence else ""
     if choice_in(named)[0] or re.fullmatch(r"[A-Za-z]+|-?[\d.,]+", named):
         return named
@@ -124,7 +135,9 @@ def _text_of(answer: Any) -> str:
             number = Decimal("nan")
         if number.is_finite():
             return f"{number:f}"  # 1e-07 would be a product of e
-    raise DataError(f"answer={quoted(answer)}: not a text or a finite number. Write one of them in the record.")
+    raise DataError(
+        f"answer={quoted(answer)}: not a text or a finite number. Write one of them in the record."
+    )
 
 
 def _read_marked(text: str) -> MathAnswer | None:

@@ -1,7 +1,7 @@
 """Select the network interface of collectives: the one with the address by which Ray knows this node.
 
-Left alone, gloo uses the address of the host name, often 127.0.1.1, and NCCL the first interface that is up. Ranks on
-two nodes would then wait for each other until they time out.
+Left alone, gloo uses the address of the host name, often 127.0.1.1, and NCCL the first interface that is up.
+Ranks on two nodes would then wait for each other until they time out.
 """
 
 import ipaddress
@@ -23,8 +23,12 @@ def use_rays_interface() -> None:
     os.environ.update(socket_variables(ray.util.get_node_ip_address(), interfaces, given))
 
 
-def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]) -> dict[str, str]:
-    """Return the variables to set, except those in `given`. Behind a NAT no interface has the address: none."""
+def socket_variables(
+    address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]
+) -> dict[str, str]:
+    """Return the variables to set, except those in `given`. Behind a NAT no interface has the
+    address: none.
+    """
     name = interface_of(address, interfaces)
     if name is None:
         return {}
@@ -51,7 +55,9 @@ def nccl_files(environment: Mapping[str, str]) -> list[Path]:
 def variables_in(files: Iterable[Path]) -> set[str]:
     """Return the names that files with lines NAME=value set. Missing files set none."""
     lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
-    return {line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")}
+    return {
+        line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")
+    }
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

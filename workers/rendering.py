@@ -5,7 +5,8 @@
     text        preceded by the tokenizer's special tokens, unless it begins with them
     messages    the chat template's text, to which the tokenizer adds nothing
 
-Special tokens written in a text are read as such. Templates are programs that may never end, so they have a time limit.
+Special tokens written in a text are read as such. Templates are programs that may never end, so they have a
+time limit.
 """
 
 import json
@@ -48,8 +49,8 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class Template:
-    """text: in Jinja. special_tokens: further variables, such as bos_token. with_tools: another text for prompts with
-    tools, or empty.
+    """text: in Jinja. special_tokens: further variables, such as bos_token. with_tools: another text for
+    prompts with tools, or empty.
     """
 
     text: str
@@ -61,7 +62,8 @@ class Template:
 
 
 def template_of(folder: Path, file: str = "") -> Template | None:
-    """Read the template where transformers looks for it, or None. Raises ConfigError for invalid JSON or UTF-8.
+    """Read the template where transformers looks for it, or None. Raises ConfigError for invalid JSON or
+    UTF-8.
 
     file: model.chat_template, which replaces the template of the model in `folder`.
     """
@@ -75,7 +77,10 @@ def template_of(folder: Path, file: str = "") -> Template | None:
     texts: dict[Any, Any] = {DEFAULT: found}
     if isinstance(found, list):
         texts = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-    files = {DEFAULT: folder / "chat_template.jinja", TOOLS: folder / "additional_chat_templates" / f"{TOOLS}.jinja"}
+    files = {
+        DEFAULT: folder / "chat_template.jinja",
+        TOOLS: folder / "additional_chat_templates" / f"{TOOLS}.jinja",
+    }
     texts |= {name: read_template(str(file), "model.path") for name, file in files.items() if file.is_file()}
     text, with_tools = (texts[name] if isinstance(texts.get(name), str) else "" for name in (DEFAULT, TOOLS))
     return Template(text, special_tokens, with_tools) if text else None
@@ -96,8 +101,9 @@ def read_template(file: str, setting: str = "model.chat_template") -> str:
 
 @dataclass(frozen=True)
 class Variables:
-    """Names that a template reads. arguments: those that look like a caller's, because the template does not set them,
-    or asks whether they are set. words: all texts in its code, among them the keys of messages and the roles.
+    """Names that a template reads. arguments: those that look like a caller's, because the template does not
+    set them, or asks whether they are set. words: all texts in its code, among them the keys of messages and
+    the roles.
     """
 
     read: frozenset[str]
@@ -139,7 +145,9 @@ def variables_of(template: str) -> Variables:
     }
     words = {node.attr for node in tree.find_all(nodes.Getattr)}
     words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return Variables(frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - asked)), frozenset(words))
+    return Variables(
+        frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - asked)), frozenset(words)
+    )
 
 
 def check_read(template: str, options: Iterable[str]) -> None:
@@ -171,8 +179,12 @@ def time_limit(seconds: float, setting: str) -> Iterator[None]:
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     found = settings | _of_file(folder / "special_tokens_map.json")
-    plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    return {name: token for name, token in plain.items() if name.endswith("_token") and isinstance(token, str)}
+    plain = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()
+    }
+    return {
+        name: token for name, token in plain.items() if name.endswith("_token") and isinstance(token, str)
+    }
 
 
 def _of_file(path: Path) -> dict[str, Any]:
@@ -193,8 +205,8 @@ READ_OF_TOOLS = {*READ_OF_MESSAGES, "tool_call_id", "name"}
 def with_images(prompt: Any, column: Any, where: str) -> tuple[Any, list[Any]]:
     """Return a cleaned prompt with bare parts for its images, and the images, in order.
 
-    column: the record's images, or one. Texts of messages then hold `<image>` where they have no part for it. Raises
-    DataError, naming `where`, for images in both.
+    column: the record's images, or one. Texts of messages then hold `<image>` where they have no part for it.
+    Raises DataError, naming `where`, for images in both.
     """
     given = [] if column is None else column if isinstance(column, list) else [column]
     if isinstance(prompt, str):
@@ -204,7 +216,9 @@ def with_images(prompt: Any, column: Any, where: str) -> tuple[Any, list[Any]]:
     if inside and given:
         raise DataError(f"{where} has images in its messages and in data.image_key. Give them once.")
     splits = bool(given) and not parts
-    return [m | {"content": _bare(m["content"], splits)} if "content" in m else m for m in prompt], inside or given
+    return [
+        m | {"content": _bare(m["content"], splits)} if "content" in m else m for m in prompt
+    ], inside or given
 
 
 def image_parts(messages: Messages) -> list[dict[str, Any]]:
@@ -225,9 +239,14 @@ def with_image_parts(messages: Messages, parts: Sequence[dict[str, Any]]) -> Mes
     return [m | {"content": changed(m["content"])} if "content" in m else m for m in messages]
 
 
-def with_urls(record: dict[str, Any], prompt_key: str, image_key: str, images: Sequence[bytes]) -> dict[str, Any]:
-    """Write a record's images, PNG bytes, as data: URLs: in their column, and in the parts of its messages."""
-    urls, prompt = [url_of(image) for image in images], record[prompt_key]
+def with_urls(
+    record: dict[str, Any], prompt_key: str, image_key: str, images: Sequence[bytes]
+) -> dict[str, Any]:
+    """Write a record's images, PNG bytes, as data: URLs: in their column, and in the parts of its
+    messages.
+    """
+    urls = [url_of(image) for image in images]
+    prompt = record[prompt_key]
     if isinstance(prompt, list):
         prompt = with_image_parts(prompt, [{"type": "image_url", "image_url": {"url": url}} for url in urls])
     return record | {prompt_key: prompt, image_key: urls}
@@ -249,10 +268,18 @@ def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
     """
     arguments = _parsed(record, "chat_template_arguments", dict, where)
     if arguments and (found := sorted(arguments.keys() & set(RESERVED))):
-        raise DataError(f"{where} has a chat template argument {found[0]!r}, which is set otherwise. Leave it out.")
+        raise DataError(
+            f"{where} has a chat template argument {found[0]!r}, which is set otherwise. Leave it out."
+        )
     tools = _parsed(record, "tools", list, where)
-    options = run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, where) for tool in tools]})
-    return options if options.get("tools") else {name: value for name, value in options.items() if name != "tools"}
+    options = (
+        run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, where) for tool in tools]})
+    )
+    return (
+        options
+        if options.get("tools")
+        else {name: value for name, value in options.items() if name != "tools"}
+    )
 
 
 def _parsed(record: Mapping[str, Any], column: str, kind: type, where: str) -> Any:
@@ -262,7 +289,9 @@ def _parsed(record: Mapping[str, Any], column: str, kind: type, where: str) -> A
     except ValueError:
         found = value
     if found is not None and not isinstance(found, kind):
-        raise DataError(f"{where} has {column!r} of type {type(found).__name__}. Give a {kind.__name__}, or its JSON.")
+        raise DataError(
+            f"{where} has {column!r} of type {type(found).__name__}. Give a {kind.__name__}, or its JSON."
+        )
     return found
 
 
@@ -270,7 +299,9 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     tool = _parsed({"tools": tool}, "tools", dict, where)
     function = tool.get("function", tool) if tool else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where} has a tool without a name. Give each of 'tools' a name, description and parameters.")
+        raise DataError(
+            f"{where} has a tool without a name. Give each of 'tools' a name, description and parameters."
+        )
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 
@@ -291,9 +322,10 @@ def check_size(text: str) -> str:
 class Renderer:
     """A tokenizer with its chat template.
 
-    vocabulary: number of the model's ids, 0 if unknown. timeout_s: of a rendering, 0 for none. continue_last: whether
-    to continue a final assistant message. source: the setting that the template comes from. placeholders: of a model
-    that reads images. unread: a warning for each key and role of messages that the template never reads.
+    vocabulary: number of the model's ids, 0 if unknown. timeout_s: of a rendering, 0 for none. continue_last:
+    whether to continue a final assistant message. source: the setting that the template comes from.
+    placeholders: of a model that reads images. unread: a warning for each key and role of messages that the
+    template never reads.
     """
 
     tokenizer: Any
@@ -307,19 +339,27 @@ class Renderer:
     _shown: set[Any] = field(default_factory=set, init=False, repr=False)
 
     @classmethod
-    def with_template(cls, tokenizer: Any, file: str, vocabulary: int = 0, timeout_s: float = 0.0) -> "Renderer":
-        """Use `file`, the value of model.chat_template, unless it is empty. Raises ConfigError if it cannot be read."""
+    def with_template(
+        cls, tokenizer: Any, file: str, vocabulary: int = 0, timeout_s: float = 0.0
+    ) -> "Renderer":
+        """Use `file`, the value of model.chat_template, unless it is empty. Raises ConfigError if it cannot
+        be read.
+        """
         if not file:
             return cls(tokenizer, vocabulary, timeout_s)
         tokenizer.chat_template = read_template(file)
         return cls(tokenizer, vocabulary, timeout_s, source="model.chat_template")
 
     def expand(self, ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[np.ndarray, Placed]:
-        """Replace placeholders in ids of a rendered text by the images' tokens. Raises DataError, naming `where`."""
+        """Replace placeholders in ids of a rendered text by the images' tokens. Raises DataError, naming
+        `where`.
+        """
         if self.placeholders is not None:
             return self.placeholders.expand(ids, images, where)
         if images:
-            raise DataError(f"{where} has images, which model.path does not read. Set data.image_key to an empty text.")
+            raise DataError(
+                f"{where} has images, which model.path does not read. Set data.image_key to an empty text."
+            )
         return ids, ()
 
     def images_in(self, ids: np.ndarray) -> int:
@@ -342,13 +382,15 @@ class Renderer:
         return np.asarray(ids, dtype=np.int32)
 
     def end(self, prompt: Messages, where: str) -> dict[str, bool]:
-        """Return the option for the end of a prompt. Raises DataError, naming `where`, unless it may end so."""
+        """Return the option for the end of a prompt. Raises DataError, naming `where`, unless it
+        may end so.
+        """
         if prompt[-1]["role"] != "assistant":
             return {"add_generation_prompt": True}
         if not self.continue_last:
             raise DataError(
-                f"{where} ends with an assistant's message. Set data.continue_last_message=true to have it continued, "
-                "or leave it out."
+                f"{where} ends with an assistant's message. Set data.continue_last_message=true to have it "
+                "continued, or leave it out."
             )
         return {"continue_final_message": True}
 
@@ -362,7 +404,9 @@ class Renderer:
         except ConfigError as error:
             raise DataError(f"{where} is not rendered: {error}") from None
         except DataError as error:
-            raise DataError(f"{where} is not rendered by the chat template of {self.source}: {error}.") from None
+            raise DataError(
+                f"{where} is not rendered by the chat template of {self.source}: {error}."
+            ) from None
         except Exception as error:  # templates may raise anything
             raise DataError(
                 f"{where} is not rendered by the chat template of {self.source}: {named(error)}."
@@ -379,7 +423,9 @@ class Renderer:
         try:
             formed = self._forms_for(options).apply(messages)
         except DataError as error:
-            raise DataError(f"{where} is not rendered by the chat template of {self.source}: {error}.") from None
+            raise DataError(
+                f"{where} is not rendered by the chat template of {self.source}: {error}."
+            ) from None
         return [{name: value for name, value in m.items() if name in kept} for m in formed]
 
     def ids(self, text: str, where: str) -> list[int]:
@@ -393,7 +439,9 @@ class Renderer:
     def ids_and_ends(self, text: str, where: str, last: int | None = None) -> tuple[list[int], np.ndarray]:
         """Return `ids_behind`, and where each ends in the text. Raises DataError, naming `where`."""
         if not self.tokenizer.is_fast:
-            raise DataError(f"{where}: the tokenizer of model.path has no fast form, which tells tokens' places.")
+            raise DataError(
+                f"{where}: the tokenizer of model.path has no fast form, which tells tokens' places."
+            )
         anchor, start = self._anchor(text, last, where)
         found = self._tokenized(anchor + text, where, add_special_tokens=False, return_offsets_mapping=True)
         ends = np.array([end for _, end in found["offset_mapping"][start:]], np.int64)
@@ -406,9 +454,9 @@ class Renderer:
         anchor = find_anchor(self.tokenizer, partial(self.ids, where=where), text, last)
         if anchor is None:
             raise DataError(
-                f"{where}: the tokenizer of model.path puts a blank before a text that follows token {last}, "
-                f"{self.tokenizer.decode([last])!r}, and the text cannot be encoded without it. Give a tokenizer "
-                "without a prefix space."
+                f"{where}: the tokenizer of model.path puts a blank before a text that follows token "
+                f"{last}, {self.tokenizer.decode([last])!r}, and the text cannot be encoded without it. "
+                "Give a tokenizer without a prefix space."
             )
         return anchor
 
@@ -417,14 +465,17 @@ class Renderer:
         return puts_blank(self.tokenizer)
 
     def marked(self, messages: Messages, where: str, **options: Any) -> tuple[list[int], np.ndarray]:
-        """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
+        """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming
+        `where`.
+        """
         self.text(messages, where, **options)
         options |= {"return_dict": True, "return_assistant_tokens_mask": True}
         found = self._applied(self._forms_for(options).apply(messages), **options)
         return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
 
     def check_shown(self, messages: Messages, where: str, **options: Any) -> None:
-        """Raise DataError, naming `where`, if the template leaves out the content or the calls of a cleaned message.
+        """Raise DataError, naming `where`, if the template leaves out the content or the calls of a cleaned
+        message.
 
         Conversations of the same roles and options are tried once.
         """
@@ -432,21 +483,28 @@ class Renderer:
         try:
             self._note_unread(messages, where, options)
         except DataError as error:
-            raise DataError(f"{where} is not rendered by the chat template of {self.source}: {error}.") from None
-        key = (*map(_structure, messages), *sorted((name, repr(value)[:99]) for name, value in options.items()))
+            raise DataError(
+                f"{where} is not rendered by the chat template of {self.source}: {error}."
+            ) from None
+        key = (
+            *map(_structure, messages),
+            *sorted((name, repr(value)[:99]) for name, value in options.items()),
+        )
         if key in self._shown:
             return
         if hidden := first_hidden(partial(self._formed, **options), messages):
             number, what = hidden
             raise DataError(
-                f"{where}: the chat template of {self.source} leaves out the {what} of message {number + 1}, of role "
-                f"{messages[number]['role']!r}. {advice(messages[number], what)}."
+                f"{where}: the chat template of {self.source} leaves out the {what} of message "
+                f"{number + 1}, of role {messages[number]['role']!r}. {advice(messages[number], what)}."
             )
         self._shown.add(key)
 
     def _check_template(self, where: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
+            raise DataError(
+                f"{where} holds chat messages, but the tokenizer of model.path has no chat template."
+            )
 
     def _note_unread(self, messages: Messages, where: str, options: Options) -> None:
         words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
@@ -455,15 +513,15 @@ class Renderer:
             if role not in words and role not in ROLES:
                 self.unread.setdefault(
                     role,
-                    f"{where}: the chat template of {self.source} shows the role {role!r} and does not know it. Rename "
-                    f"it to one of {', '.join(ROLES)}.",
+                    f"{where}: the chat template of {self.source} shows the role {role!r} and does not know "
+                    f"it. Rename it to one of {', '.join(ROLES)}.",
                 )
             keys = {name for name, value in message.items() if value not in (None, "", [], {})}
             for name in sorted(keys - words - (READ_OF_TOOLS if role == "tool" else READ_OF_MESSAGES)):
                 self.unread.setdefault(
                     f"{role}.{name}",
-                    f"{where}: the chat template of {self.source} never reads the key {name!r} of messages of role "
-                    f"{role!r}. Rename or remove it.",
+                    f"{where}: the chat template of {self.source} never reads the key {name!r} of messages "
+                    f"of role {role!r}. Rename or remove it.",
                 )
 
     def _forms_for(self, options: Options) -> TemplateForms:
@@ -499,8 +557,9 @@ class Renderer:
         """Return the ids. Raises DataError, naming `where`, for an id that the model lacks."""
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             raise DataError(
-                f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the model's "
-                f"vocabulary of {self.vocabulary}. Give the tokenizer that model.path was trained with."
+                f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the "
+                f"model's vocabulary of {self.vocabulary}. Give the tokenizer that model.path was trained "
+                "with."
             )
         return ids
 
@@ -515,12 +574,14 @@ def render_isolated(
     answered: bool,
     timeout_s: float,
 ) -> Any:
-    """Render in a new process, and return the mapping of `TemplateFindings`, or None if only `prompts` can be rendered.
+    """Render in a new process, and return the mapping of `TemplateFindings`, or None if only `prompts` can be
+    rendered.
 
-    options: of the run. tokens: texts of special tokens. answered: whether prompts end with a response. Raises
-    ConfigError, naming `which`.
+    options: of the run. tokens: texts of special tokens. answered: whether prompts end with a response.
+    Raises ConfigError, naming `which`.
     """
-    render, tried = "workers.trials:render_prompts", [(template.text_for(given), one, given) for one, given in prompts]
+    render = "workers.trials:render_prompts"
+    tried = [(template.text_for(given), one, given) for one, given in prompts]
     examined = template.text_for(options), options, list(tokens)
     try:
         given = (tried, template.special_tokens, answered, examined, which)

@@ -1,6 +1,7 @@
 """Built-in reward functions, named in the settings as `reward.function: workers.reward_functions:math`.
 
-Each takes the `response` and the record's columns that its parameters name. `reward.functions` combines several.
+Each takes the `response` and the record's columns that its parameters name. `reward.functions` combines
+several.
 """
 
 import json
@@ -30,14 +31,18 @@ def math(response: str, answer: Any) -> dict[str, float | str]:
 
 
 def format_tags(response: str) -> float:
-    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once, with only white space outside."""
+    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once, with only white space
+    outside.
+    """
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
     return float(once and re.fullmatch(form, response, re.DOTALL) is not None)
 
 
 def last_match(response: str, pattern: str, values: Mapping[str, float] | None = None) -> float:
-    """Return the number in the last match's group, or its value by `values`. Raises ValueError without a match."""
+    """Return the number in the last match's group, or its value by `values`. Raises ValueError without a
+    match.
+    """
     found = [*re.finditer(pattern, response)]
     if not found:
         raise ValueError(f"no match of {pattern!r}")
@@ -49,14 +54,17 @@ def length(response: str) -> float:
     return -len(response) / 1000
 
 
-def reasoning_gym(response: str, question: str, answer: str | None, metadata: dict[str, Any]) -> dict[str, float | str]:
+def reasoning_gym(
+    response: str, question: str, answer: str | None, metadata: dict[str, Any]
+) -> dict[str, float | str]:
     """Score of Reasoning Gym, for records of `data.train: reasoning_gym:NAME`.
 
     Scores the text in the last `<answer>` tags, or without these the whole response. 0 if it cannot be read.
     """
     from reasoning_gym.utils import extract_answer
 
-    name, given = metadata["source_dataset"], extract_answer(response) or response.strip()
+    name = metadata["source_dataset"]
+    given = extract_answer(response) or response.strip()
     if name in ("arc_agi", "rearc"):  # their boards are tuples, which records hold as lists
         metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
     dataset = _dataset(name, json.dumps(metadata["options"], sort_keys=True))

@@ -46,8 +46,8 @@ FOREIGN_ROLES = {
 class TemplateForms:
     """What a template takes. texts, parts: contents that are texts, and those that are lists of parts.
 
-    arguments: MAPPING, TEXT or EITHER. empty: the content of a message that only calls. thoughts: the names that it
-    reads. roles: to rename, such as `developer` where only `system` is shown.
+    arguments: MAPPING, TEXT or EITHER. empty: the content of a message that only calls. thoughts: the names
+    that it reads. roles: to rename, such as `developer` where only `system` is shown.
     """
 
     texts: bool = True
@@ -58,7 +58,9 @@ class TemplateForms:
     roles: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, messages: Messages) -> Messages:
-        """Convert cleaned messages. Raises DataError, naming the message, for what the template cannot take."""
+        """Convert cleaned messages. Raises DataError, naming the message, for what the template
+        cannot take.
+        """
         return [self._message(message, number) for number, message in enumerate(messages, start=1)]
 
     def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
@@ -98,8 +100,8 @@ class TemplateForms:
         mapping = parsed_json(arguments)
         if not isinstance(mapping, dict):
             raise DataError(
-                f"message {number} calls {name!r} with arguments that are not a JSON object. Correct them, as the "
-                "template takes an object"
+                f"message {number} calls {name!r} with arguments that are not a JSON object. Correct them, "
+                "as the template takes an object"
             )
         return mapping
 
@@ -136,7 +138,9 @@ def try_forms(render: Render) -> TemplateForms:
     contents = TemplateForms(shows(PROBE), shows([{"type": "text", "text": PROBE}]))
 
     def rendered(*messages: dict[str, Any]) -> str:
-        shown = [m | {"content": contents._content(m["content"], number)} for number, m in enumerate(messages)]
+        shown = [
+            m | {"content": contents._content(m["content"], number)} for number, m in enumerate(messages)
+        ]
         return _tried(render, shown)
 
     arguments, empty = _call_forms(rendered)
@@ -146,7 +150,10 @@ def try_forms(render: Render) -> TemplateForms:
         name for name in THOUGHTS if any(PROBE in rendered(QUESTION, turn | {name: PROBE}) for turn in turns)
     )
     roles = {}
-    shown = {role: PROBE in rendered({"role": role, "content": PROBE}, QUESTION) for role in ("system", "developer")}
+    shown = {
+        role: PROBE in rendered({"role": role, "content": PROBE}, QUESTION)
+        for role in ("system", "developer")
+    }
     if shown["system"] and not shown["developer"]:
         roles["developer"] = "system"  # OpenAI's newer name
     return TemplateForms(contents.texts, contents.parts, arguments, empty, thoughts, roles)
@@ -168,7 +175,11 @@ def _call_forms(rendered: Callable[..., str]) -> tuple[str, str | None]:
 
 
 def _calling(arguments: Any, content: str | None) -> dict[str, Any]:
-    call = {"type": "function", "id": RESULT["tool_call_id"], "function": {"name": "add", "arguments": arguments}}
+    call = {
+        "type": "function",
+        "id": RESULT["tool_call_id"],
+        "function": {"name": "add", "arguments": arguments},
+    }
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
@@ -180,10 +191,11 @@ def _tried(render: Render, messages: Messages) -> str:
 
 
 def first_hidden(render: Render, messages: Messages) -> tuple[int, str] | None:
-    """Return the index of the first message of which `render` leaves out the content or the calls, and which of them.
+    """Return the index of the first message of which `render` leaves out the content or the calls, and which
+    of them.
 
-    Each text is replaced by a probe, which nothing else can hold. A template may drop earlier turns' texts beside calls
-    as it drops thoughts: such a message is shown when it is the last one.
+    Each text is replaced by a probe, which nothing else can hold. A template may drop earlier turns' texts
+    beside calls as it drops thoughts: such a message is shown when it is the last one.
     """
     probed = [_probed(message, number) for number, message in enumerate(messages)]
     text = _tried(render, probed)
@@ -209,7 +221,8 @@ def _probed(message: dict[str, Any], number: int) -> dict[str, Any]:
     changed = dict(message)
     if isinstance(content, list):
         changed["content"] = [
-            part | {"text": _probe(number, place)} if _has_text(part) else part for place, part in enumerate(content)
+            part | {"text": _probe(number, place)} if _has_text(part) else part
+            for place, part in enumerate(content)
         ]
     elif content and content.strip():
         changed["content"] = _probe(number, 0)
@@ -236,7 +249,9 @@ def _probe(number: int, part: int) -> str:
 def _probes(message: dict[str, Any], number: int) -> Iterator[tuple[str, str, str]]:
     """Yield what holds a probe, the probe, and the text in its place."""
     content = message.get("content") or ""
-    for place, part in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
+    for place, part in enumerate(
+        content if isinstance(content, list) else [{"type": "text", "text": content}]
+    ):
         if _has_text(part):
             yield CONTENT, _probe(number, place), part["text"].strip()
     for place, _ in enumerate(message.get("tool_calls") or ()):

@@ -25,9 +25,16 @@ MOST_BYTES = 2**31  # of memory, for a template
 
 
 def try_loss(
-    key: str, name: str, config: LossConfig, columns: dict[str, Any], tokens: tuple[str, ...], meta: dict[str, Any]
+    key: str,
+    name: str,
+    config: LossConfig,
+    columns: dict[str, Any],
+    tokens: tuple[str, ...],
+    meta: dict[str, Any],
 ) -> None:
-    """Compute the gradient of a policy loss on two sequences, and on none. columns: [2] each. Raises ConfigError."""
+    """Compute the gradient of a policy loss on two sequences, and on none. columns: [2] each. Raises
+    ConfigError.
+    """
     load(key, name)  # first, so that import errors are raised before torch is loaded
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
         raise undecorated(name)
@@ -51,7 +58,9 @@ def try_loss(
             row = pack(with_work(part))
             log_probs = (-torch.ones(len(row.loss_positions))).requires_grad_()
             hidden = (log_probs[:, None].expand(-1, 8),) if config.hidden_states else ()
-            value, statistics = loss(Predictions.gather((log_probs, log_probs**2, *hidden), part, row), denominators)
+            value, statistics = loss(
+                Predictions.gather((log_probs, log_probs**2, *hidden), part, row), denominators
+            )
             _take_gradient(value, log_probs)
             to_metrics([statistics])
         except BallastError as error:
@@ -72,7 +81,9 @@ def _take_gradient(value: Any, log_probs: Any) -> None:
 
 
 def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int) -> None:
-    """Make a custom optimiser of parameters as a rank holds them, and ask its schedule. Raises ConfigError."""
+    """Make a custom optimiser of parameters as a rank holds them, and ask its schedule. Raises
+    ConfigError.
+    """
     load(key, name)  # first, as for a loss
     import torch
     from torch.distributed.tensor import distribute_tensor
@@ -82,20 +93,31 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
 
     mesh = make_parallel(torch.device("cpu")).sharding
     shapes = {"model.layers.0.mlp.up_proj.weight": (64, 64), "model.norm.weight": (64,)}
-    given = {each: torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh)) for each, shape in shapes.items()}
-    step, schedule = 0, f"optimizer.schedule_function={config.schedule_function!r}"
+    given = {
+        each: torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh)) for each, shape in shapes.items()
+    }
+    step = 0
+    schedule = f"optimizer.schedule_function={config.schedule_function!r}"
     try:
         rate = make_schedule(make_optimizer(given.items(), config), config, total_steps).lr_lambdas[0]
         for step in range(min(total_steps, MOST_STEPS)):
             if not 0 <= (factor := rate(step)) < math.inf:
-                raise ConfigError(f"{schedule}: it returned {factor} at step {step}. Return a number of at least 0.")
+                raise ConfigError(
+                    f"{schedule}: it returned {factor} at step {step}. Return a number of at least 0."
+                )
     except RAISED as error:
-        text = str(error) if isinstance(error, ConfigError) else f"{schedule}: it raised {named(error)} at step {step}."
+        text = (
+            str(error)
+            if isinstance(error, ConfigError)
+            else f"{schedule}: it raised {named(error)} at step {step}."
+        )
         raise ConfigError(text.replace("optimizer.", f"{key.rpartition('.')[0]}.", 1)) from None
 
 
 def describe_tools(key: str, name: str) -> dict[str, Any]:
-    """Pickle the functions of a module, those of `__all__` or its own public ones, with schemas. Raises ConfigError."""
+    """Pickle the functions of a module, those of `__all__` or its own public ones, with schemas. Raises
+    ConfigError.
+    """
     module = load_module(key, name)
     from transformers.utils import get_json_schema
 
@@ -103,15 +125,17 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
     names = getattr(module, "__all__", [each for each in own if not each.startswith("_")])
     tools: dict[str, Any] = {each: getattr(module, each, None) for each in names}
     if not tools:
-        raise ConfigError(f"{key}={name}: it has no public function. Define one with type hints and a docstring.")
+        raise ConfigError(
+            f"{key}={name}: it has no public function. Define one with type hints and a docstring."
+        )
     schemas = []
     for each, tool in tools.items():
         try:
             schemas.append(get_json_schema(tool))
         except Exception as error:  # transformers has several
             raise ConfigError(
-                f"{key}={name}: {each} has no schema: {clause(error)}. Give every argument a type hint, and a line "
-                "under `Args:` in the docstring."
+                f"{key}={name}: {each} has no schema: {clause(error)}. Give every argument a type hint, and "
+                "a line under `Args:` in the docstring."
             ) from None
         if problem := problem_of_tool(tool):
             raise ConfigError(f"{key}={name}: {each} cannot be called: {problem}.")
@@ -119,12 +143,16 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
 
 
 def render_prompts(
-    prompts: Sequence[tuple[str, Messages, Options]], special: dict[str, Any], answered: bool, examined: Any, which: str
+    prompts: Sequence[tuple[str, Messages, Options]],
+    special: dict[str, Any],
+    answered: bool,
+    examined: Any,
+    which: str,
 ) -> dict[str, Any] | None:
     """Render chat messages by a template, each with its options, and return `TemplateFindings` as a mapping.
 
-    special: options of all. examined: template, options and tokens of the findings. They are None if the template takes
-    the prompts only. Raises ConfigError, naming `which`.
+    special: options of all. examined: template, options and tokens of the findings. They are None if the
+    template takes the prompts only. Raises ConfigError, naming `which`.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -136,7 +164,10 @@ def render_prompts(
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     template, run_options, tokens = examined
-    forms = {text: try_forms(partial(render, template=text)) for text in {template, *(text for text, *_ in prompts)}}
+    forms = {
+        text: try_forms(partial(render, template=text))
+        for text in {template, *(text for text, *_ in prompts)}
+    }
 
     def in_its_form(messages: Messages, begins: bool, options: Options, text: str = template) -> str:
         check_read(text, options)
@@ -149,7 +180,8 @@ def render_prompts(
             with suppress(DataError):  # of the record, which tokenizing names
                 in_its_form(messages, not answered, options, text)
         number = 0
-        arguments, bos = tuple(sorted(variables_of(template).arguments)), special.get("bos_token", "")
+        arguments = tuple(sorted(variables_of(template).arguments))
+        bos = special.get("bos_token", "")
         return asdict(template_findings(in_its_form, arguments, run_options, bos, tokens))
     except Exception as error:  # templates may raise anything
         if prompts and not number:

@@ -16,7 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from balancing.analysis.statistics import micro_batch_tokens, padding_share, plan_statistics, step_time, time_grids
+from balancing.analysis.statistics import (
+    micro_batch_tokens,
+    padding_share,
+    plan_statistics,
+    step_time,
+    time_grids,
+)
 from balancing.basics.alignment import round_up
 from balancing.basics.grouping import Floats, Integers
 from balancing.basics.image_patches import Images
@@ -42,8 +48,8 @@ REPETITIONS = 3
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """lengths: int64 [n]. arguments: of `plan_batch`, at least ranks, mini_batches, max_tokens and cost_model (the
-    published systems use only these). prefixes: the arguments about shared prefixes.
+    """lengths: int64 [n]. arguments: of `plan_batch`, at least ranks, mini_batches, max_tokens and cost_model
+    (the published systems use only these). prefixes: the arguments about shared prefixes.
     """
 
     lengths: Integers
@@ -66,9 +72,16 @@ class Batch:
 
     def fixed(self, degrees: ContextDegrees, degree: int) -> dict[str, Any]:
         """Return the arguments with which all micro-steps have one context-parallel degree."""
-        ranks, cap = self.arguments["ranks"] // degree, self.arguments["max_tokens"] * degree
+        ranks = self.arguments["ranks"] // degree
+        cap = self.arguments["max_tokens"] * degree
         costs = degrees.costs(self.arguments["cost_model"], degree)
-        return {**self.prefixes, "ranks": ranks, "max_tokens": cap, "cost_model": costs, "context_degrees": None}
+        return {
+            **self.prefixes,
+            "ranks": ranks,
+            "max_tokens": cap,
+            "cost_model": costs,
+            "context_degrees": None,
+        }
 
     def fits(self, arguments: Mapping[str, Any]) -> bool:
         multiple = int(self.arguments.get("length_multiple", 1))
@@ -80,11 +93,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One row of the comparison. figures: by column. Shares are floats, numbers of micro-batches are integers.
+    """One row of the comparison. figures: by column. Shares are floats, numbers of micro-batches are
+    integers.
 
-    over ideal: step time / `Batch.ideal` - 1. over cap: number of micro-batches. padding: share of computed tokens.
-    micro-steps: over all mini-batches. idle, bubble: share of the step time that a rank, or a stage, waits.
-    over bound: predicted time / a lower bound for as many micro-steps - 1. seconds: median planning time.
+    over ideal: step time / `Batch.ideal` - 1. over cap: number of micro-batches. padding: share of computed
+    tokens. micro-steps: over all mini-batches. idle, bubble: share of the step time that a rank, or a stage,
+    waits. over bound: predicted time / a lower bound for as many micro-steps - 1. seconds: median planning
+    time.
     """
 
     name: str
@@ -101,7 +116,9 @@ def compare(batch: Batch) -> list[Outcome]:
         strategies = {name: partial(batch.plan, **changes) for name, changes in how.items()}
     elif degrees := batch.arguments.get("context_degrees"):
         fixed = {each: batch.fixed(degrees, each) for each in reversed(degrees.choices)}
-        strategies = {f"degree {each}": partial(batch.plan, **how) for each, how in fixed.items() if batch.fits(how)}
+        strategies = {
+            f"degree {each}": partial(batch.plan, **how) for each, how in fixed.items() if batch.fits(how)
+        }
         strategies[OURS] = partial(batch.plan, **batch.prefixes)
     else:
         strategies = {GIVEN: partial(batch.plan, algorithm="none")}
@@ -111,7 +128,9 @@ def compare(batch: Batch) -> list[Outcome]:
             strategies[SHARED] = partial(batch.plan, algorithm="karmarkar_karp", **batch.prefixes)
     outcomes = []
     for name, strategy in strategies.items():
-        plan, seconds = strategy(), []  # the first call may compile
+        # the first call may compile
+        plan = strategy()
+        seconds = []
         for _ in range(REPETITIONS):
             start = perf_counter()
             strategy()
@@ -146,7 +165,9 @@ def plan_of(mini_batches: Sequence[Steps], batch: Batch, name: Published) -> Pla
     for steps in mini_batches:
         groups = [rows for step in steps for rows in step]
         bounds = np.cumsum([0, *map(len, groups)])
-        parts.append(MiniBatch(np.concatenate(groups), bounds, len(steps), name, tokens=0, loss_tokens=0, sequences=0))
+        parts.append(
+            MiniBatch(np.concatenate(groups), bounds, len(steps), name, tokens=0, loss_tokens=0, sequences=0)
+        )
     arguments = {key: batch.arguments[key] for key in ("ranks", "max_tokens", "cost_model")}
     settings = Settings(
         **arguments, max_sequences=None, min_count=1, multiple_of=1, algorithm=name, order="descending",

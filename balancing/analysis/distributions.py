@@ -24,7 +24,8 @@ Distribution = Callable[[np.random.Generator, int, int], NDArray[np.int64]]
 
 
 def draw(name: str, count: int, seed: int, *, cap: int = DEFAULT_CAP) -> NDArray[np.int64]:
-    """Draw int64 [count] lengths in tokens, deterministically. cap: of a micro-batch, for adversarial distributions.
+    """Draw int64 [count] lengths in tokens, deterministically. cap: of a micro-batch, for adversarial
+    distributions.
 
     Raises OptionError for an unknown name, or a count or cap below 1.
     """
@@ -54,7 +55,8 @@ def _reasoning(rng: np.random.Generator, count: int, cap: int) -> NDArray[np.int
 
 
 def _agentic(rng: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    short, long = _lognormal(rng, count, 800, 0.6), _lognormal(rng, count, 12_000, 0.4)
+    short = _lognormal(rng, count, 800, 0.6)
+    long = _lognormal(rng, count, 12_000, 0.4)
     return np.where(rng.random(count) < 0.7, short, long)
 
 
@@ -91,6 +93,8 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         "one_huge": _one_huge,  # `lognormal` with one sequence as long as the cap
     }
 )
-"""By name, the realistic ones first. `thirds`: within 1 % of a third of the cap, so that only some triples fit."""
+"""By name, the realistic ones first. `thirds`: within 1 % of a third of the cap, so that only some triples
+fit.
+"""
 
 ADVERSARIAL = frozenset({"geometric", "thirds", "above_half", "one_huge"})

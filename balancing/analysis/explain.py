@@ -64,7 +64,8 @@ class Advice:
 def explain(plan: Plan) -> str:
     """Return a headline, a line for each finding and a line for each setting that helps."""
     found = [finding for finding in findings(plan) if finding.waiting == 0 or finding.waiting >= NEGLIGIBLE]
-    helpful, doubled = advice(plan), _changing(max_tokens=2 * plan.max_tokens).words
+    helpful = advice(plan)
+    doubled = _changing(max_tokens=2 * plan.max_tokens).words
     lines = [_headline(plan), "", "Why:", *(f"- {finding.text}" for finding in found)]
     lines += ["", "What would help, planned and compared:", *(f"- {each}" for each in helpful)]
     if doubled not in [each.words for each in helpful]:
@@ -74,13 +75,14 @@ def explain(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     numbers = plan_statistics(plan)
-    over, above = numbers["imbalance/micro_steps"], numbers["over_bound"]
+    over = numbers["imbalance/micro_steps"]
+    above = numbers["over_bound"]
     steps = _count(sum(part.steps for part in plan.mini_batches), "micro-step")
     compared = f" (at best {(1 + over) / (1 + above) - 1:.2%} in as many micro-steps)"
     if plan.shared_prefixes is not None:  # the bound may be below this plan's workload / ranks
         compared = (
-            f", and {above:.2%} longer than a lower bound for as many micro-steps, in which shared prefixes are "
-            "computed again only where caps and ranks force it"
+            f", and {above:.2%} longer than a lower bound for as many micro-steps, in which shared prefixes "
+            "are computed again only where caps and ranks force it"
         )
     text = (
         f"{len(plan.lengths):,} sequences of {plan.lengths.sum():,} tokens on {_count(plan.ranks, 'rank')}: "
@@ -99,10 +101,11 @@ def _headline(plan: Plan) -> str:
     if pipeline := plan.settings.pipeline:
         virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
         text += (
-            f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble {numbers['pipeline/bubble']:.2%} "
-            f"of the stages' time. Predicted time: {numbers['pipeline/over_bound']:.2%} above a lower bound for all "
-            "plans with as many micro-steps. With light micro-steps at both ends, the published order, these would "
-            f"take {numbers['pipeline/small_ends']:.2%} longer."
+            f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble "
+            f"{numbers['pipeline/bubble']:.2%} of the stages' time. Predicted time: "
+            f"{numbers['pipeline/over_bound']:.2%} above a lower bound for all plans with as many "
+            "micro-steps. With light micro-steps at both ends, the published order, these would take "
+            f"{numbers['pipeline/small_ends']:.2%} longer."
         )
     return text
 
@@ -120,7 +123,9 @@ def findings(plan: Plan) -> list[Finding]:
         for position, (micro_step, loads) in enumerate(zip(mini_batch.micro_steps, grid, strict=True)):
             waiting = float(loads.max() - loads.mean())
             if waiting > EVEN * loads.mean():
-                cause, evidence = _why(micro_step, loads, f"micro-step {position} of mini-batch {number}", plan)
+                cause, evidence = _why(
+                    micro_step, loads, f"micro-step {position} of mini-batch {number}", plan
+                )
                 by_cause.setdefault(cause, []).append((waiting, evidence))
     found = []
     for cause, steps in by_cause.items():
@@ -137,13 +142,17 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, str]:
-    how, mean, sizes = plan.settings.at_degree(step.degree), loads.mean(), plan.sizes
+    how = plan.settings.at_degree(step.degree)
+    mean = loads.mean()
+    sizes = plan.sizes
     counts = [len(rows) for rows in step.ranks]
     uneven = f"in {place} the heaviest rank is {loads.max() / mean - 1:.2%} over the mean"
     sequences = sum(counts) // step.degree
     if 0 in counts and (how.algorithm == "karmarkar_karp" or sequences < plan.ranks):
-        return "empty micro-batches", f"{counts.count(0)} of {plan.ranks} ranks have none of the {sequences} " + (
-            f"sequences of {place}, with min_count={how.min_count} and multiple_of={how.multiple_of}"
+        return (
+            "empty micro-batches",
+            f"{counts.count(0)} of {plan.ranks} ranks have none of the {sequences} "
+            + (f"sequences of {place}, with min_count={how.min_count} and multiple_of={how.multiple_of}"),
         )
     if how.algorithm != "karmarkar_karp":
         return f'algorithm="{how.algorithm}"', uneven
@@ -157,19 +166,34 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
         return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens{images} is {share}"
     lighter = [rows for rows, load in zip(step.ranks, loads, strict=True) if load < mean]
     if all(len(rows) == how.max_sequences for rows in lighter):
-        return "the cap on sequences", f"lighter micro-batches hold max_sequences={how.max_sequences}, and {uneven}"
+        return (
+            "the cap on sequences",
+            f"lighter micro-batches hold max_sequences={how.max_sequences}, and {uneven}",
+        )
     patches = plan.computed_patches
-    if how.max_patches and all(patches[np.append(rows, heaviest)].sum() > how.max_patches for rows in lighter):
-        return "the cap on patches", f"lighter micro-batches are full at max_patches={how.max_patches:,}, and {uneven}"
+    if how.max_patches and all(
+        patches[np.append(rows, heaviest)].sum() > how.max_patches for rows in lighter
+    ):
+        return (
+            "the cap on patches",
+            f"lighter micro-batches are full at max_patches={how.max_patches:,}, and {uneven}",
+        )
     smallest = sizes[heaviest].min()
-    if all(computed_tokens(np.append(sizes[rows], smallest), plan.layout) > how.max_tokens for rows in lighter):
-        return "the cap on tokens", f"lighter micro-batches are full at max_tokens={how.max_tokens:,}, and {uneven}"
+    if all(
+        computed_tokens(np.append(sizes[rows], smallest), plan.layout) > how.max_tokens for rows in lighter
+    ):
+        return (
+            "the cap on tokens",
+            f"lighter micro-batches are full at max_tokens={how.max_tokens:,}, and {uneven}",
+        )
     return "a remainder that no exchange evens out", f"{uneven}, of {sequences} sequences"
 
 
 def _about_count(plan: Plan) -> str:
     most = int(np.argmax([part.steps for part in plan.mini_batches]))
-    part, how, sizes = plan.mini_batches[most], plan.settings, plan.sizes
+    part = plan.mini_batches[most]
+    how = plan.settings
+    sizes = plan.sizes
     together = how.most_shared
     caps = Caps(plan.max_tokens * together, how.max_sequences or len(plan.lengths), plan.layout == "padded")
     needed = -(-fewest_micro_batches(sizes[indices_of(part)], caps) // (plan.ranks // together))
@@ -190,8 +214,11 @@ def _about_count(plan: Plan) -> str:
 
 
 def advice(plan: Plan) -> list[Advice]:
-    """List the changes that help, most helpful first. If ranks or stages wait, this plans up to nine more times."""
-    before, found = float(plan.predicted_makespans().sum()), []
+    """List the changes that help, most helpful first. If ranks or stages wait, this plans up to nine more
+    times.
+    """
+    before = float(plan.predicted_makespans().sum())
+    found = []
     # Pipeline stages and padded rows also cost time if no rank waits.
     slow = plan.settings.pipeline is not None or plan.layout == "padded"
     slow = slow or plan_statistics(plan)["idle_share"] >= NEGLIGIBLE
@@ -214,7 +241,8 @@ def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
 
 
 def _candidates(plan: Plan) -> Iterator[Advice]:
-    how, best = plan.settings, None if plan.settings.pipeline is None else "makespan"
+    how = plan.settings
+    best = None if plan.settings.pipeline is None else "makespan"
     if how.algorithm != "karmarkar_karp":
         yield Advice('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp", "order": best})
     elif best and how.order != best:

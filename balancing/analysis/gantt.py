@@ -57,8 +57,11 @@ class Chart:
 
 
 def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
-    """Chart float64 [steps, ranks] per mini-batch, the time of every micro-batch. ideal: time 1 on the axis."""
-    ranks, end = grids[0].shape[1], step_time(grids) / ideal
+    """Chart float64 [steps, ranks] per mini-batch, the time of every micro-batch. ideal: time 1
+    on the axis.
+    """
+    ranks = grids[0].shape[1]
+    end = step_time(grids) / ideal
     edges = np.arange(ranks + 1) - 0.5
 
     def draw(panel: Axes) -> None:
@@ -69,7 +72,9 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
                 shade = colour if position % 2 == 0 else _lighter(colour)
                 style: dict[str, Any] = {"color": shade, "linewidth": 0, "antialiased": False}
                 # One outline for all ranks, because many separate bars would make a page of megabytes.
-                panel.stairs(start + loads, edges, baseline=start, orientation="horizontal", fill=True, **style)
+                panel.stairs(
+                    start + loads, edges, baseline=start, orientation="horizontal", fill=True, **style
+                )
                 start += loads.max()
                 panel.axvline(start, color="white", linewidth=0.8)
             panel.axvline(start, color=INK, linewidth=0.9)
@@ -78,7 +83,9 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
         panel.axvline(1.0, color=INK, linewidth=1.0, linestyle=DASHES)
 
     shown = enumerate(MINI_BATCH_COLOURS[: len(grids)])
-    legend: list[Patch | Line2D] = [Patch(facecolor=colour, label=f"mini-batch {number}") for number, colour in shown]
+    legend: list[Patch | Line2D] = [
+        Patch(facecolor=colour, label=f"mini-batch {number}") for number, colour in shown
+    ]
     legend += [Patch(facecolor=WAITING, label="waiting")]
     legend += [Line2D([], [], color=INK, linewidth=1.0, linestyle=DASHES, label="ideal")]
     waits = f"{1.0 - ideal_time(grids) / step_time(grids):.1%} of rank time waits"
@@ -103,7 +110,9 @@ def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) ->
     colour = MICRO_BATCH_COLOURS(0.4)
     legend = [Patch(color=colour, alpha=FORWARD, label="forward"), Patch(color=colour, label="backward")]
     legend.append(Patch(color=WAITING, label="bubble"))
-    return Chart(title, f"bubble {bubble(plan, pipeline):.1%}", pipeline.stages, "stage", float(ends[-1]), draw, legend)
+    return Chart(
+        title, f"bubble {bubble(plan, pipeline):.1%}", pipeline.stages, "stage", float(ends[-1]), draw, legend
+    )
 
 
 def figure_of(charts: Sequence[Chart]) -> Figure:
@@ -117,7 +126,9 @@ def figure_of(charts: Sequence[Chart]) -> Figure:
         panel.set_title(chart.title, loc="left", fontsize=11.5, fontweight="bold", color=INK)
         panel.set_title(f"{chart.end:.3f} × ideal   ·   {chart.facts}", loc="right", fontsize=10, color=INK)
         panel.set_ylim(chart.rows - 0.5, -0.5)
-        panel.set_yticks(sorted({0, chart.rows // 2, chart.rows - 1}) if chart.rows > 12 else range(chart.rows))
+        panel.set_yticks(
+            sorted({0, chart.rows // 2, chart.rows - 1}) if chart.rows > 12 else range(chart.rows)
+        )
         panel.set_ylabel(chart.row_name, color=INK)
         panel.tick_params(colors=INK, labelsize=9)
         panel.spines[["top", "right", "left"]].set_visible(False)

@@ -6,7 +6,8 @@
     .parquet the column
     folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...], "mini_batch": [...], "plan": {...}} per line
 
-`column` defaults to the first of `COLUMNS` in the file. The length of a list, such as `input_ids`, is its size.
+`column` defaults to the first of `COLUMNS` in the file. The length of a list, such as `input_ids`, is its
+size.
 """
 
 import csv
@@ -70,7 +71,9 @@ def read_column(path: Path, column: str | None) -> list[Any]:
     elif kind == ".csv":
         entries = _from_csv(path, column)
     else:
-        raise LengthFileError(f"{path} has an unknown format. Give a folder, .json, .jsonl, .csv or .parquet.")
+        raise LengthFileError(
+            f"{path} has an unknown format. Give a folder, .json, .jsonl, .csv or .parquet."
+        )
     if not isinstance(entries, list):
         raise LengthFileError(f"{path} holds no list. Give a list of lengths, or of objects with a length.")
     return [_value(entry, column, f"{path}, entry {number}") for number, entry in enumerate(entries)]
@@ -85,7 +88,9 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
     """Return a run's record of a step (None is its last), empty without records. Raises as `read_lengths`."""
     path = folder / "lengths.jsonl"
     if not path.is_file():
-        raise LengthFileError(f"{path} is not there. The run has recorded no lengths, so give a file of them instead.")
+        raise LengthFileError(
+            f"{path} is not there. The run has recorded no lengths, so give a file of them instead."
+        )
     steps = {record["step"]: record for _, record in json_records(path, has_step, check_lengths)}
     if step is not None and steps and step not in steps:
         raise LengthFileError(f"{path} has no step {step}. Its steps are {min(steps)} to {max(steps)}.")
@@ -93,7 +98,9 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return the data for `recorded_arguments`, for JSON: each sequence's `mini_batch` and `images`, and `plan`."""
+    """Return the data for `recorded_arguments`, for JSON: each sequence's `mini_batch` and `images`, and
+    `plan`.
+    """
     numbers = np.zeros(len(plan.lengths), np.int64)
     for number, mini_batch in enumerate(plan.mini_batches):
         numbers[mini_batch.rows] = number
@@ -102,7 +109,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `plan_batch` with which a run planned a step, or only prefixes if it recorded no plan.
+    """Return the arguments of `plan_batch` with which a run planned a step, or only prefixes if it recorded
+    no plan.
 
     record: from `run_step`. Raises LengthFileError if its plan is damaged.
     """
@@ -111,7 +119,8 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
         return found
     try:
         found |= {"images": record["images"]} if "images" in record else {}
-        plan, numbers = record["plan"], whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
+        plan = record["plan"]
+        numbers = whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
         found |= {each.name: plan[each.name] for each in fields(Settings) if each.name in plan}
         found["cost_model"] = CostModel(**plan["cost_model"])
         if pipeline := plan.get("pipeline"):
@@ -120,11 +129,17 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
         if degrees := plan.get("context_degrees"):
             found["context_degrees"] = ContextDegrees(**degrees)
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise LengthFileError(f"the recorded plan of step {record['step']} is damaged. Give another --step.") from None
-    return found | {"mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]}
+        raise LengthFileError(
+            f"the recorded plan of step {record['step']} is damaged. Give another --step."
+        ) from None
+    return found | {
+        "mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]
+    }
 
 
-def json_records(path: Path, *checks: Callable[[dict[str, Any]], object]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def json_records(
+    path: Path, *checks: Callable[[dict[str, Any]], object]
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
     r"""Yield every line with its object. Skip, with a warning, a line on which json.loads or one of `checks` raises.
 
     Only \n ends a line: `str.splitlines` also splits inside texts, at U+2028 and others.
@@ -147,7 +162,9 @@ def has_step(record: dict[str, Any]) -> None:
 
 
 def check_lengths(record: Mapping[str, Any]) -> None:
-    columns = [whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan", "images"}]
+    columns = [
+        whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan", "images"}
+    ]
     whole_numbers(record["lengths"], "lengths", minimum=1)
     if len({len(column) for column in columns}) != 1:
         raise LengthFileError("its columns are not equally long")

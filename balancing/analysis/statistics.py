@@ -1,4 +1,6 @@
-"""Compute statistics of a plan, compared with the given order, with Karmarkar-Karp alone, and with lower bounds."""
+"""Compute statistics of a plan, compared with the given order, with Karmarkar-Karp alone, and with lower
+bounds.
+"""
 
 from collections.abc import Sequence
 
@@ -26,28 +28,32 @@ Rows = list[list[Integers]]
 def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     """Return floats by name, as docs/metrics.md explains.
 
-    `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap. `_karmarkar_karp`: largest
-    differencing over ranks and their micro-batches, without caps or refinement.
-    imbalance/ranks: max / mean - 1 of the workload of ranks.
-    imbalance/micro_steps: time of synchronous micro-steps / (workload / ranks) - 1.
+    `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap. `_karmarkar_karp`:
+    largest differencing over ranks and their micro-batches, without caps or refinement. imbalance/ranks: max
+    / mean - 1 of the workload of ranks. imbalance/micro_steps: time of synchronous micro-steps / (workload /
+    ranks) - 1.
     over_bound: time of synchronous micro-steps / `lower_bound` - 1.
     predicted_time: of the heaviest rank, in the cost model's unit, without padding.
     cap_fill: mean share of max_tokens that a micro-batch takes, including empty ones.
     padding_removed: share of cells not computed, of a tensor as wide as the longest sequence, or as `width`.
-    context_degree: ranks that share a token, on average. exchange_share: share of the predicted work that they add.
+    context_degree: ranks that share a token, on average. exchange_share: share of the predicted work that
+    they add.
     image_share: share of the predicted work that is the vision tower's. most_patches: of a micro-batch.
-    pipeline/over_bound: predicted time / a lower bound for as many micro-steps - 1. pipeline/small_ends: makespan in
-    the published order / predicted time - 1.
+    pipeline/over_bound: predicted time / a lower bound for as many micro-steps - 1. pipeline/small_ends:
+    makespan in the published order / predicted time - 1.
     """
     planned = predicted_grids(plan)
-    before, alone = [_given_rows(indices_of(part), plan) for part in plan.mini_batches], _without_exchange(plan)
+    before = [_given_rows(indices_of(part), plan) for part in plan.mini_batches]
+    alone = _without_exchange(plan)
     return {
         **_token_spread("tokens_per_rank", [part.sums(plan.lengths) for part in plan.mini_batches]),
         **_token_spread("tokens_per_rank_before", _grids(before, plan.lengths / plan.settings.most_shared)),
         **_waiting("", planned),
         "over_bound": step_time(planned) / lower_bound(plan) - 1.0,
         **_waiting("_before", _grids(before, alone)),
-        **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan, alone) for part in plan.mini_batches]),
+        **_imbalance(
+            "_karmarkar_karp", [_after_karmarkar_karp(part, plan, alone) for part in plan.mini_batches]
+        ),
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(plan, width),
         **(_of_degrees(plan, alone) if plan.settings.context_degrees else {}),
@@ -68,7 +74,8 @@ def _of_degrees(plan: Plan, alone: Floats) -> dict[str, float]:
 
 
 def _of_images(plan: Plan) -> dict[str, float]:
-    whole, shared = plan.settings.cost_model, np.zeros_like(plan.lengths) if plan.shared is None else plan.shared
+    whole = plan.settings.cost_model
+    shared = np.zeros_like(plan.lengths) if plan.shared is None else plan.shared
     every, text = (
         float((costs.workload(plan.lengths, plan.images) - costs.workload(shared, plan.images)).sum())
         for costs in (whole, whole.with_images(0.0))
@@ -79,12 +86,15 @@ def _of_images(plan: Plan) -> dict[str, float]:
 
 
 def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
-    times, spans = plan.predicted_times(), float(plan.predicted_makespans().sum())
+    times = plan.predicted_times()
+    spans = float(plan.predicted_makespans().sum())
     published = sum(makespan(pipeline, each[small_ends(each)]) for each in times)
     return {
         "pipeline/predicted_time": spans,
         "pipeline/bubble": bubble(plan, pipeline),
-        "pipeline/over_bound": spans / sum(_makespan_bound(part, plan, pipeline) for part in plan.mini_batches) - 1.0,
+        "pipeline/over_bound": spans
+        / sum(_makespan_bound(part, plan, pipeline) for part in plan.mini_batches)
+        - 1.0,
         "pipeline/small_ends": published / spans - 1.0,
     }
 
@@ -96,12 +106,16 @@ def bubble(plan: Plan, pipeline: Pipeline) -> float:
 
 
 def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> float:
-    time, rows = _lower_bound(mini_batch, plan), mini_batch.rows
+    time = _lower_bound(mini_batch, plan)
+    rows = mini_batch.rows
     if plan.shared_prefixes is not None:
         return least_makespan(pipeline, mini_batch.steps, time, time)
-    sizes, weights = plan.sizes[rows], plan.workloads[rows]
+    sizes = plan.sizes[rows]
+    weights = plan.workloads[rows]
     caps = Caps(plan.max_tokens, plan.settings.max_sequences or len(rows))
-    forced = minimum_step_times(sizes, weights, plan.ranks, mini_batch.steps, caps.max_tokens, caps.max_sequences)
+    forced = minimum_step_times(
+        sizes, weights, plan.ranks, mini_batch.steps, caps.max_tokens, caps.max_sequences
+    )
     return least_makespan(
         pipeline,
         mini_batch.steps,
@@ -123,7 +137,10 @@ def time_grids(plan: Plan) -> list[Floats]:
 
 
 def _grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
-    return [np.array([[values[group].sum() for group in step] for step in rows], np.float64) for rows in mini_batches]
+    return [
+        np.array([[values[group].sum() for group in step] for step in rows], np.float64)
+        for rows in mini_batches
+    ]
 
 
 def step_time(mini_batches: Sequence[Floats]) -> float:
@@ -136,20 +153,27 @@ def ideal_time(mini_batches: Sequence[Floats]) -> float:
 
 
 def lower_bound(plan: Plan) -> float:
-    """Bound the step time of all plans with the same mini-batches, caps, shared prefixes and micro-step counts."""
+    """Bound the step time of all plans with the same mini-batches, caps, shared prefixes and micro-step
+    counts.
+    """
     return sum(_lower_bound(part, plan) for part in plan.mini_batches)
 
 
 def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
-    # Micro-batches of a context-parallel group that run at the same time could be one, which all its ranks share.
-    rows, together, steps = indices_of(mini_batch), plan.settings.most_shared, mini_batch.steps
-    ranks, work = plan.ranks // together, plan.settings.cost_model.workload(plan.lengths, plan.images)[rows] / together
+    # Micro-batches of a context-parallel group that run at the same time could be one, which all its ranks
+    # share.
+    rows = indices_of(mini_batch)
+    together = plan.settings.most_shared
+    steps = mini_batch.steps
+    ranks = plan.ranks // together
+    work = plan.settings.cost_model.workload(plan.lengths, plan.images)[rows] / together
     caps = Caps(plan.max_tokens * together, (plan.settings.max_sequences or len(rows)) * together)
     if plan.shared_prefixes is not None:
         groups, _ = plan.shared_prefixes.select(rows).in_groups(plan.lengths[rows], work * together)
         bound = prefix_step_time_bound(groups, ranks, steps, caps.max_tokens, caps.max_sequences)
         return bound.time / together
-    sizes, limits = plan.sizes[rows], {"max_tokens": caps.max_tokens, "max_sequences": caps.max_sequences}
+    sizes = plan.sizes[rows]
+    limits = {"max_tokens": caps.max_tokens, "max_sequences": caps.max_sequences}
     return step_time_bound(sizes, work, ranks=ranks, steps=steps, **limits).time
 
 
@@ -158,8 +182,10 @@ def indices_of(mini_batch: MiniBatch) -> Integers:
 
 
 def _given_rows(indices: Integers, plan: Plan) -> Rows:
-    sizes, together = round_up(plan.lengths, plan.length_multiple), plan.settings.most_shared
-    padded, cap = plan.layout == "padded", plan.max_tokens * together
+    sizes = round_up(plan.lengths, plan.length_multiple)
+    together = plan.settings.most_shared
+    padded = plan.layout == "padded"
+    cap = plan.max_tokens * together
     local: list[list[Integers]] = []
     for chunk in np.array_split(indices, plan.ranks // together):
         cuts = take_in_order(sizes[chunk], cap, len(indices), padded=padded) if len(chunk) else []
@@ -171,7 +197,8 @@ def _given_rows(indices: Integers, plan: Plan) -> Rows:
 
 def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:
     per_rank = np.sum([grid.sum(axis=0) for grid in mini_batches], axis=0)
-    lowest, highest = float(per_rank.min()), float(per_rank.max())
+    lowest = float(per_rank.min())
+    highest = float(per_rank.max())
     return {
         f"{name}/min": lowest,
         f"{name}/max": highest,
@@ -181,7 +208,8 @@ def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:
 
 
 def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan, alone: Floats) -> Floats:
-    weights, groups = -np.sort(-alone[mini_batch.rows]), plan.ranks // plan.settings.most_shared
+    weights = -np.sort(-alone[mini_batch.rows])
+    groups = plan.ranks // plan.settings.most_shared
     return karmarkar_karp_twice(weights, groups, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
 
 
@@ -195,7 +223,8 @@ def _imbalance(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
 
 
 def _waiting(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
-    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
+    time = step_time(mini_batches)
+    ideal = ideal_time(mini_batches)
     return {
         **_imbalance(suffix, mini_batches),
         f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
@@ -205,7 +234,8 @@ def _waiting(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
 
 
 def _filling(plan: Plan, width: int | None) -> dict[str, float]:
-    taken, real = micro_batch_tokens(plan), float(plan.computed_lengths.sum())
+    taken = micro_batch_tokens(plan)
+    real = float(plan.computed_lengths.sum())
     found = {
         "cap_fill": float(taken.mean()) / plan.max_tokens,
         "padding_share": 1.0 - real / float(taken.sum()),
@@ -226,13 +256,17 @@ def padding_share(plan: Plan) -> float:
 
 
 def micro_batch_tokens(plan: Plan) -> Floats:
-    """Return the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and ranks."""
+    """Return the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and
+    ranks.
+    """
     sizes = plan.sizes.astype(np.float64)
     return np.concatenate([part.predicted_times(sizes, plan.layout).ravel() for part in plan.mini_batches])
 
 
 def computed_tokens(sizes: Integers, layout: str) -> int:
-    """Count a micro-batch's computed tokens: the sum of aligned sizes, or for `padded` rows times the longest."""
+    """Count a micro-batch's computed tokens: the sum of aligned sizes, or for `padded` rows times the
+    longest.
+    """
     if len(sizes) == 0:
         return 0
     return int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())

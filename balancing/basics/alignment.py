@@ -4,8 +4,8 @@
     cp rank 0 has segments 0 and 3:      0 1 p p
     cp rank 1 has segments 1 and 2:      2 3 4 5
 
-With causal attention a token costs as much as it has predecessors, so segments r and 2*cp-1-r together cost the same
-on every rank.
+With causal attention a token costs as much as it has predecessors, so segments r and 2*cp-1-r together cost
+the same on every rank.
 """
 
 import numpy as np
@@ -37,12 +37,14 @@ def cumulative_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(whole_numbers(lengths, "lengths", minimum=0))]).astype(np.int64)
 
 
-def zigzag_positions(padded_lengths: ArrayLike, context_parallel: int, context_rank: int) -> NDArray[np.int64]:
+def zigzag_positions(
+    padded_lengths: ArrayLike, context_parallel: int, context_rank: int
+) -> NDArray[np.int64]:
     """Return positions of one cp rank's tokens in the packed, padded row.
 
-    padded_lengths: int [n], each a multiple of `2*cp` (any length for cp = 1).
-    Returns int64 [sum(padded_lengths) / cp], segments r and 2*cp-1-r of each sequence, sequence after sequence.
-    Raises LengthError for a length that is not a multiple, OptionError for a rank outside the group.
+    padded_lengths: int [n], each a multiple of `2*cp` (any length for cp = 1). Returns int64
+    [sum(padded_lengths) / cp], segments r and 2*cp-1-r of each sequence, sequence after sequence. Raises
+    LengthError for a length that is not a multiple, OptionError for a rank outside the group.
     """
     cp = positive_integer(context_parallel, "context_parallel")
     if not 0 <= context_rank < cp:

@@ -14,7 +14,8 @@ try:
 except Exception as problem:  # a broken installation may raise anything
     numba = None
     warnings.warn(
-        f"Numba cannot be imported ({type(problem).__name__}: {problem}). Plans are the same but take longer to make.",
+        f"Numba cannot be imported ({type(problem).__name__}: {problem}). Plans are the same but take "
+        "longer to make.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -25,8 +26,8 @@ COMPILED = numba is not None
 def drop_stale_code(package: Path) -> None:
     """Delete machine code that Numba has cached from other sources of this package.
 
-    Numba compares a function only with its own file, so it would reuse stale code of the functions that it calls.
-    Only files with compiled functions count: with all files, a comment in an error's text cost 41 s.
+    Numba compares a function only with its own file, so it would reuse stale code of the functions that it
+    calls. Only files with compiled functions count: with all files, a comment in an error's text cost 41 s.
     """
     digest = hashlib.sha256()
     for source in sorted(package.rglob("*.py")):
@@ -71,7 +72,9 @@ def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call and cache the machine code on disk. Without Numba, return `function` unchanged."""
+    """Compile at the first call and cache the machine code on disk. Without Numba, return `function`
+    unchanged.
+    """
     if numba is None:
         return function
     try:

@@ -62,12 +62,15 @@ class Grouping:
 
 @compiled
 def listed(group_of: Integers, count: int) -> tuple[Integers, Integers]:
-    """Return indices by group, ascending, int64 [n], and where each group begins and the last ends, [count + 1]."""
+    """Return indices by group, ascending, int64 [n], and where each group begins and the last ends, [count +
+    1].
+    """
     bounds = np.zeros(count + 1, np.int64)
     for group in group_of:
         bounds[group + 1] += 1
     bounds = np.cumsum(bounds)
-    order, next_place = np.empty(len(group_of), np.int64), bounds[:-1].copy()
+    order = np.empty(len(group_of), np.int64)
+    next_place = bounds[:-1].copy()
     for index in range(len(group_of)):
         group = group_of[index]
         order[next_place[group]] = index

@@ -18,7 +18,9 @@ ImagesOf = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The k images of n sequences. row, first, tokens: int64 [k], the sequence, and its tokens with the image."""
+    """The k images of n sequences. row, first, tokens: int64 [k], the sequence, and its tokens with the
+    image.
+    """
 
     given: ImagesOf
     row: Integers
@@ -31,7 +33,9 @@ class Images:
         if images is None or not any(map(len, images)):
             return None
         if len(images) != sequences:
-            raise LengthError(f"images holds {len(images)} entries for {sequences} lengths. Pass one for each.")
+            raise LengthError(
+                f"images holds {len(images)} entries for {sequences} lengths. Pass one for each."
+            )
         first, tokens = np.array([place for each in images for place in each], np.int64).T
         return cls(images, np.repeat(np.arange(sequences), list(map(len, images))), first, tokens)
 

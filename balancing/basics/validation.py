@@ -8,7 +8,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.basics.grouping import Floats, Integers
-from balancing.errors import BalancingError, LengthError, MiniBatchError, OptionError, OverCapError, WeightError
+from balancing.errors import (
+    BalancingError,
+    LengthError,
+    MiniBatchError,
+    OptionError,
+    OverCapError,
+    WeightError,
+)
 
 
 def positive_integer(value: Any, name: str) -> int:
@@ -20,18 +27,26 @@ def positive_integer(value: Any, name: str) -> int:
 
 def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise OptionError(f"{name}={value!r} is unknown. Set {name} to one of {', '.join(map(repr, choices))}.")
+        raise OptionError(
+            f"{name}={value!r} is unknown. Set {name} to one of {', '.join(map(repr, choices))}."
+        )
 
 
-def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError) -> Integers:
-    """Return int64 [n]. Raises `error` for the first entry that is not a whole number of at least `minimum`."""
+def whole_numbers(
+    values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError
+) -> Integers:
+    """Return int64 [n]. Raises `error` for the first entry that is not a whole number of at least
+    `minimum`.
+    """
     array = _one_dimensional(values, name, error)
     if array.dtype.kind not in "iuf":
         raise error(f"{name} holds {array.dtype} values. Pass whole numbers.")
     bad = ~np.isfinite(array) | (array != np.floor(array)) | (array < minimum) | (array > 2**53)
     if bad.any():
         index = int(np.argmax(bad))
-        raise error(f"{name}[{index}] is {array[index]}. Every entry of {name} must be a whole number >= {minimum}.")
+        raise error(
+            f"{name}[{index}] is {array[index]}. Every entry of {name} must be a whole number >= {minimum}."
+        )
     return array.astype(np.int64)
 
 
@@ -49,11 +64,15 @@ def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floa
     if array.dtype.kind not in "iufb":
         raise WeightError(f"{name} holds {array.dtype} values. Pass numbers.")
     if size is not None and array.size != size:
-        raise WeightError(f"{name} holds {array.size} values for {size} sequences. Pass one for each of lengths.")
+        raise WeightError(
+            f"{name} holds {array.size} values for {size} sequences. Pass one for each of lengths."
+        )
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         index = int(np.argmax(bad))
-        raise WeightError(f"{name}[{index}] is {array[index]}. Every entry of {name} must be finite and >= 0.")
+        raise WeightError(
+            f"{name}[{index}] is {array[index]}. Every entry of {name} must be finite and >= 0."
+        )
     return array.astype(np.float64)
 
 
@@ -81,12 +100,16 @@ def check_patches(patches: Floats, max_patches: int | None) -> None:
 
 
 def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integers:
-    """Return int64 [n], `lengths` for None. Raises LengthError unless each length has one, at most as large."""
+    """Return int64 [n], `lengths` for None. Raises LengthError unless each length has one, at
+    most as large.
+    """
     if loss_tokens is None:
         return lengths
     checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
     if len(checked) != len(lengths):
-        raise LengthError(f"loss_tokens holds {len(checked)} values for {len(lengths)} lengths. Pass one for each.")
+        raise LengthError(
+            f"loss_tokens holds {len(checked)} values for {len(lengths)} lengths. Pass one for each."
+        )
     above = checked > lengths
     if above.any():
         index = int(np.argmax(above))
@@ -106,7 +129,9 @@ def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
 
 
 def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Integers]:
-    """Return the caller's mini-batches. Raises MiniBatchError unless each index 0..count is in exactly one."""
+    """Return the caller's mini-batches. Raises MiniBatchError unless each index 0..count is in
+    exactly one.
+    """
     if mini_batches is None:
         return [np.arange(count)]
     members = [
@@ -118,12 +143,15 @@ def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Int
         if len(rows) == 0:
             raise MiniBatchError(f"mini_batches[{number}] is empty. Leave it out.")
         if rows.max() >= count:
-            raise MiniBatchError(f"mini_batches[{number}] holds index {rows.max()}, but there are {count} lengths")
+            raise MiniBatchError(
+                f"mini_batches[{number}] holds index {rows.max()}, but there are {count} lengths"
+            )
         seen += np.bincount(rows, minlength=count)
     if (seen != 1).any():
         index = int(np.argmax(seen != 1))
         raise MiniBatchError(
-            f"index {index} is {seen[index]} times in mini_batches. Every index of lengths must be in exactly one."
+            f"index {index} is {seen[index]} times in mini_batches. Every index of lengths must be in "
+            "exactly one."
         )
     return members
 

@@ -1,15 +1,17 @@
-"""Find target times of a pipeline's micro-steps: the best split of the work (a shape), and a bound on all splits.
+"""Find target times of a pipeline's micro-steps: the best split of the work (a shape), and a bound on all
+splits.
 
     t, the shares of the micro-steps <------ less where the longest path has weight -----+
       --> longest path of passes --> its weight on each micro-step --> mean of all paths -+--> lower bound
 
-Equal micro-steps are not the fastest: a pipeline fills and drains faster with light ones at the ends. With the order
-of passes fixed, the makespan of times t is the longest path through the passes, max over paths of `a . t + d` (a: share
-of each micro-step's time on the path, d: transfers and overheads). Minimising over all t >= 0 that add up to the work
-is a game: one splits the work, the other picks a path. Multiplicative weights solve it (Freund and Schapire 1999):
-t moves away from the paths picked so far, and the mean t and the mean path both approach the optimum.
-Proof of the bound: for every t the longest path is at least as long as the mean of any paths, so
-`makespan(t) >= mean(a) . t + mean(d) >= min over t of mean(a) . t + mean(d)`, whichever paths were picked.
+Equal micro-steps are not the fastest: a pipeline fills and drains faster with light ones at the ends. With
+the order of passes fixed, the makespan of times t is the longest path through the passes, max over paths of
+`a . t + d` (a: share of each micro-step's time on the path, d: transfers and overheads). Minimising over all
+t >= 0 that add up to the work is a game: one splits the work, the other picks a path. Multiplicative weights
+solve it (Freund and Schapire 1999): t moves away from the paths picked so far, and the mean t and the mean
+path both approach the optimum. Proof of the bound: for every t the longest path is at least as long as the
+mean of any paths, so `makespan(t) >= mean(a) . t + mean(d) >= min over t of mean(a) . t + mean(d)`, whichever
+paths were picked.
 
 Long sequences, which cannot be cut, put levels on these times:
 
@@ -17,8 +19,8 @@ Long sequences, which cannot be cut, put levels on these times:
     best shape of times t --> sum over steps of min(q_j, floor(t / v_j)) above j, for every j?
                               no: raise the step that is nearest to the next multiple of v_j, best shape again --> times
 
-A micro-batch of time t holds at most floor(t / v_j) such sequences, and at most q_j under the caps, so every plan
-passes this test. A shape that fails cannot be dealt: its steps would come out longer.
+A micro-batch of time t holds at most floor(t / v_j) such sequences, and at most q_j under the caps, so every
+plan passes this test. A shape that fails cannot be dealt: its steps would come out longer.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +48,9 @@ NO_LIMIT = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """times: float64 [m], the best split found, their mean 1. makespan: of these. bound: no split takes less."""
+    """times: float64 [m], the best split found, their mean 1. makespan: of these. bound: no split
+    takes less.
+    """
 
     times: Floats
     makespan: float
@@ -64,9 +68,9 @@ def best_shape(
 ) -> Shape:
     """Find the best split of `micro_steps` units of work over as many micro-steps.
 
-    pipeline: with transfer and overhead in these units. most: of any micro-step, at least 1. place, least: micro-step
-    `place` (-1: none) has at least `least`, which may be above `most`. rate: speed of t.
-    Raises CountError as `actions`.
+    pipeline: with transfer and overhead in these units. most: of any micro-step, at least 1. place, least:
+    micro-step `place` (-1: none) has at least `least`, which may be above `most`. rate: speed of t. Raises
+    CountError as `actions`.
     """
     floor = np.zeros(micro_steps)
     if place >= 0:
@@ -75,7 +79,9 @@ def best_shape(
 
 
 def split(pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: float = RATE) -> Shape:
-    """Split as `best_shape`, with a floor for each micro-step, which may be above `most`. Their mean is at most 1."""
+    """Split as `best_shape`, with a floor for each micro-step, which may be above `most`. Their mean is at
+    most 1.
+    """
     passes = passes_of(pipeline, len(floor))
     graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
     limits = np.maximum(floor, max(1.0, most))
@@ -97,15 +103,26 @@ def _play(
     rate: float,
 ) -> tuple[Floats, float, float]:
     steps = len(floor)
-    disliked, mean, path, fixed, total = np.zeros(steps), np.zeros(steps), np.zeros(steps), 0.0, 0.0
-    best, lowest, bound = np.ones(steps), np.inf, 0.0
+    disliked = np.zeros(steps)
+    mean = np.zeros(steps)
+    path = np.zeros(steps)
+    fixed = 0.0
+    total = 0.0
+    best = np.ones(steps)
+    lowest = np.inf
+    bound = 0.0
     for played in range(1, rounds + 1):
         # The last try is the mean, which is often better than all others.
-        times = mean / total if played == rounds else _within(np.exp(disliked.min() - disliked), floor, limits)
+        times = (
+            mean / total if played == rounds else _within(np.exp(disliked.min() - disliked), floor, limits)
+        )
         length, weight = _longest(before, needed, sent, micro_batch, cost, times + overhead, steps)
         if length < lowest:
-            lowest, best = length, times
-        mean, path, total = mean + played * times, path + played * weight, total + played
+            lowest = length
+            best = times
+        mean = mean + played * times
+        path = path + played * weight
+        total = total + played
         fixed += played * (length - (weight * times).sum())
         bound = max(bound, (_least(path, floor, limits) + fixed) / total)
         disliked += weight * (rate * steps / length / np.sqrt(played))
@@ -114,15 +131,23 @@ def _play(
 
 @compiled
 def _longest(
-    before: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats, steps: int
+    before: Integers,
+    needed: Integers,
+    sent: Floats,
+    micro_batch: Integers,
+    cost: Floats,
+    times: Floats,
+    steps: int,
 ) -> tuple[float, Floats]:
     """Return the length of the longest path, and its share of each micro-step's time: float64 [steps]."""
     ends = ends_of(before, needed, sent, micro_batch, cost, times)
-    weight, at = np.zeros(steps), int(np.argmax(ends))
+    weight = np.zeros(steps)
+    at = int(np.argmax(ends))
     length = ends[at]
     while at >= 0:
         weight[micro_batch[at]] += cost[at]
-        previous, source = before[at], needed[at]
+        previous = before[at]
+        source = needed[at]
         if source >= 0 and (previous < 0 or ends[source] + sent[at] > ends[previous]):
             previous = source
         at = previous
@@ -131,7 +156,8 @@ def _longest(
 
 @compiled
 def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
-    free, left = np.ones(len(weights)), float(len(weights))
+    free = np.ones(len(weights))
+    left = float(len(weights))
     times: Floats = weights / weights.sum() * left
     for _ in range(len(weights)):
         moved = False
@@ -150,7 +176,8 @@ def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
 @compiled
 def _least(path: Floats, floor: Floats, limits: Floats) -> float:
     """Minimise `path . t` over all t within floor and limits whose mean is 1."""
-    value, left = float((path * floor).sum()), len(path) - floor.sum()
+    value = float((path * floor).sum())
+    left = len(path) - floor.sum()
     for step in np.argsort(path):
         taken = min(left, limits[step] - floor[step])
         value += taken * path[step]
@@ -163,14 +190,15 @@ def least_makespan(
 ) -> float:
     """Bound the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
 
-    Returns the greater of two bounds. First, the means over ranks add up to `work` and are at most `most`. Second, the
-    times add up to at least `time`, and one of them is at least `longest`, wherever it lies.
+    Returns the greater of two bounds. First, the means over ranks add up to `work` and are at most `most`.
+    Second, the times add up to at least `time`, and one of them is at least `longest`, wherever it lies.
     """
     evenly = work / micro_steps
     relaxed = best_shape(in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly))
     bound = evenly * relaxed.bound
     mean = time / micro_steps
-    scaled, least = in_units(pipeline, mean), float(np.floor(longest / mean * STEP) / STEP)
+    scaled = in_units(pipeline, mean)
+    least = float(np.floor(longest / mean * STEP) / STEP)
     free = best_shape(scaled, micro_steps)
     if least <= free.times.max():
         return max(bound, mean * free.bound)
@@ -180,7 +208,9 @@ def least_makespan(
 
 def in_units(pipeline: Pipeline, mean: float) -> Pipeline:
     """Convert transfer and overhead to units of the mean micro-step, rounded down."""
-    transfer, overhead = (np.floor(value / mean * 1000) / 1000 for value in (pipeline.transfer, pipeline.overhead))
+    transfer, overhead = (
+        np.floor(value / mean * 1000) / 1000 for value in (pipeline.transfer, pipeline.overhead)
+    )
     return replace(pipeline, transfer=float(transfer), overhead=float(overhead))
 
 
@@ -215,9 +245,11 @@ def levels_of(sizes: Integers, weights: Floats, ranks: int, caps: Caps, most: in
 
 
 def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -> Shape:
-    """Find the best shape that grants all levels. The mean of its times is 1, or above if the levels ask for more.
+    """Find the best shape that grants all levels. The mean of its times is 1, or above if the levels ask for
+    more.
 
-    pipeline, levels: in units of the mean micro-step. most: of a micro-step that no level raises. bound: 0, none.
+    pipeline, levels: in units of the mean micro-step. most: of a micro-step that no level raises. bound: 0,
+    none.
     """
     free = best_shape(pipeline, steps, most)
     floor = _raised(free.times, np.zeros(steps), *levels)
@@ -229,7 +261,8 @@ def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -
         for shift in (stride, -stride):
             other, raised = _granted(pipeline, most, levels, np.roll(floor, shift))
             if other.makespan < best.makespan * (1 - LEAST_GAIN):
-                best, floor = other, raised
+                best = other
+                floor = raised
                 break
         else:
             stride //= 2
@@ -250,9 +283,11 @@ def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> 
 
 @compiled
 def _raised(times: Floats, floor: Floats, weights: Floats, together: Floats) -> Floats:
-    times, floor = np.maximum(times, floor), floor.copy()
+    times = np.maximum(times, floor)
+    floor = floor.copy()
     for level in range(len(weights)):
-        weight, most = weights[level], together[level]
+        weight = weights[level]
+        most = together[level]
         if weight <= 0.0:
             break
         held = np.minimum(np.floor(times / weight * (1 + CLOSE)), most)

@@ -4,10 +4,10 @@
     Pipeline --> actions(pipeline, stage, m) --> forward and backward passes of one stage, one after another
                  needs(pipeline, stage, a)   --> what another stage must have finished before
 
-One forward, one backward (1F1B, Narayanan et al. 2021, arXiv:2104.04473, section 2.2): a stage begins with as many
-forward passes as there are stages after it, then alternates, then ends with the remaining backward passes. Interleaved
-1F1B (virtual stages) takes micro-batches in rounds of `stages`, each round chunk by chunk.
-A pass without gradients (`backward=0`) has only the forward passes, in the same order.
+One forward, one backward (1F1B, Narayanan et al. 2021, arXiv:2104.04473, section 2.2): a stage begins with as
+many forward passes as there are stages after it, then alternates, then ends with the remaining backward
+passes. Interleaved 1F1B (virtual stages) takes micro-batches in rounds of `stages`, each round chunk by
+chunk. A pass without gradients (`backward=0`) has only the forward passes, in the same order.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ class Action:
 class Pipeline:
     """A model's division over stages, and the cost of its parts.
 
-    stages: ranks in a row. virtual_stages: chunks of layers on each (interleaved 1F1B above 1, for at least 2 stages).
+    stages: ranks in a row. virtual_stages: chunks of layers on each (interleaved 1F1B above 1, for at least 2
+    stages).
     backward: backward cost / forward cost, 0 for passes without gradients.
     stage_shares: positive cost of each of the stages * virtual_stages parts, or None for equal parts.
     transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch over all parts
@@ -54,7 +55,9 @@ class Pipeline:
         for name in ("stages", "virtual_stages"):
             object.__setattr__(self, name, positive_integer(getattr(self, name), name))
         if self.virtual_stages > 1 and self.stages == 1:
-            raise OptionError(f"virtual_stages={self.virtual_stages} with stages=1 changes nothing. Raise stages.")
+            raise OptionError(
+                f"virtual_stages={self.virtual_stages} with stages=1 changes nothing. Raise stages."
+            )
         for name in ("backward", "transfer", "overhead"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
@@ -80,7 +83,8 @@ class Pipeline:
 def _scaled(shares: Sequence[float], parts: int) -> tuple[float, ...]:
     if len(shares) != parts:
         raise OptionError(
-            f"stage_shares holds {len(shares)} numbers. Pass one for each of stages * virtual_stages = {parts} parts."
+            f"stage_shares holds {len(shares)} numbers. Pass one for each of stages * virtual_stages = "
+            f"{parts} parts."
         )
     if not all(np.isfinite(share) and share > 0 for share in shares):
         raise OptionError(f"stage_shares={tuple(shares)!r} must be finite and positive")
@@ -88,11 +92,13 @@ def _scaled(shares: Sequence[float], parts: int) -> tuple[float, ...]:
 
 
 def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action, ...]:
-    """List the passes of one stage (0 reads the input): each micro-batch forward, then unless `backward` is 0 backward.
+    """List the passes of one stage (0 reads the input): each micro-batch forward, then unless `backward` is 0
+    backward.
 
-    In this order, each as soon as its `needs` have arrived, all stages finish: no order of waiting is circular.
-    Transfers must be asynchronous, or paired by the executor, because two stages may send to each other.
-    Raises OptionError for an unknown stage, and CountError unless micro_batches is a multiple of `count_multiple`.
+    In this order, each as soon as its `needs` have arrived, all stages finish: no order of waiting is
+    circular. Transfers must be asynchronous, or paired by the executor, because two stages may send to each
+    other. Raises OptionError for an unknown stage, and CountError unless micro_batches is a multiple of
+    `count_multiple`.
     """
     if not 0 <= stage < pipeline.stages:
         raise OptionError(f"stage={stage} is outside a pipeline of stages={pipeline.stages}")
@@ -110,14 +116,16 @@ def check_count(pipeline: Pipeline, micro_batches: int) -> None:
     """Raise CountError unless `micro_batches` is a multiple of `count_multiple`."""
     if micro_batches < 1 or micro_batches % pipeline.count_multiple:
         raise CountError(
-            f"a pipeline with stages={pipeline.stages} and virtual_stages={pipeline.virtual_stages} needs a positive "
-            f"multiple of {pipeline.count_multiple} micro-batches, got {micro_batches}. "
-            "Set multiple_of, or virtual_stages=1, which takes any number from 1."
+            f"a pipeline with stages={pipeline.stages} and virtual_stages={pipeline.virtual_stages} needs a "
+            f"positive multiple of {pipeline.count_multiple} micro-batches, got {micro_batches}. Set "
+            "multiple_of, or virtual_stages=1, which takes any number from 1."
         )
 
 
 def needs(pipeline: Pipeline, stage: int, action: Action) -> tuple[int, Action] | None:
-    """Return the stage and the action whose result this action takes, or None for the first part of the model."""
+    """Return the stage and the action whose result this action takes, or None for the first part of the
+    model.
+    """
     part = action.chunk * pipeline.stages + stage
     if action.kind == "forward":
         return None if part == 0 else _at(pipeline, "forward", part - 1, action)
@@ -131,7 +139,9 @@ def _at(pipeline: Pipeline, kind: Kind, part: int, action: Action) -> tuple[int,
 
 
 def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[tuple[int, int]]:
-    """Order (micro_batch, chunk) in rounds of `stages` micro-batches, each through all chunks one after another."""
+    """Order (micro_batch, chunk) in rounds of `stages` micro-batches, each through all chunks one after
+    another.
+    """
     size = pipeline.stages if pipeline.virtual_stages > 1 else micro_batches
     chunks = range(pipeline.virtual_stages) if ascending else range(pipeline.virtual_stages)[::-1]
     return [
@@ -144,4 +154,6 @@ def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[
 
 def _ahead(pipeline: Pipeline, stage: int) -> int:
     after = pipeline.stages - 1 - stage
-    return after if pipeline.virtual_stages == 1 else 2 * after + (pipeline.virtual_stages - 1) * pipeline.stages
+    return (
+        after if pipeline.virtual_stages == 1 else 2 * after + (pipeline.virtual_stages - 1) * pipeline.stages
+    )

@@ -4,16 +4,16 @@
                                                   +--> best shape (micro_step_targets.py), dealt to it --+
       --> fastest order of each (pipeline_time.py) --> the least makespan, with as few micro-steps as come near it
 
-A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps. Sequences are
-dealt to the target times:
+A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps.
+Sequences are dealt to the target times:
 
     sequences, heaviest first --+--> layers of `ranks` neighbours, one for each rank
                                 |      --> each to the micro-step with most room left below its time, under the caps
                                 +--> each to the micro-batch with most room left below the time of its step, too
       --> exchanges within each step (exchange.py)
 
-Layers of neighbours keep the ranks of a step even, also under tight caps. One by one, short sequences fill the room
-that few long ones leave in a micro-step.
+Layers of neighbours keep the ranks of a step even, also under tight caps. One by one, short sequences fill
+the room that few long ones leave in a micro-step.
 """
 
 import heapq
@@ -38,14 +38,17 @@ MOST_FOR_EACH_STAGE = 12
 """Most micro-steps tried per stage, unless caps or settings ask for more."""
 COUNT_GROWTH = 1.5
 NEAR = 0.01
-"""The fewest micro-steps within this share of the least makespan win: short kernels cost more than is counted."""
+"""The fewest micro-steps within this share of the least makespan win: short kernels cost more than is
+counted.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
     """A mini-batch. sizes: int64 [n]. weights: float64 [n]. Both in descending order of weight, then of size.
 
-    plan: without a pipeline. computed: the weights that a schedule computes. divisible: whether sequences may be dealt.
+    plan: without a pipeline. computed: the weights that a schedule computes. divisible: whether sequences may
+    be dealt.
     """
 
     sizes: Integers
@@ -94,9 +97,12 @@ def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Sc
             yield work.plan(replace(request, count=CountRule(steps, request.count.multiple_of)))
 
 
-def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]) -> Iterator[Schedule]:
+def _in_best_shape(
+    work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]
+) -> Iterator[Schedule]:
     """Yield the best schedule that is dealt to the best shape of a number of micro-steps."""
-    found, least = list[tuple[Schedule, float]](), float("inf")
+    found = list[tuple[Schedule, float]]()
+    least = float("inf")
     for steps in counts:
         mean = float(work.weights.sum()) / request.ranks / steps
         if len(work.sizes) < steps * request.ranks or mean == 0:
@@ -131,8 +137,11 @@ TRIES = 50_000
 
 
 def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Floats) -> Iterator[Schedule]:
-    """Yield schedules whose steps take about `times`, ranks not yet even, or none if caps or counts forbid it."""
-    steps, caps = len(times), request.caps
+    """Yield schedules whose steps take about `times`, ranks not yet even, or none if caps or counts forbid
+    it.
+    """
+    steps = len(times)
+    caps = request.caps
     if caps.padded or len(sizes) < steps * request.ranks:
         return
     for deal in (_deal_layers, _deal_singly):
@@ -154,12 +163,17 @@ def likely_times(dealt: Schedule, weights: Floats) -> Floats:
 def _deal_layers(
     sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
 ) -> Integers:
-    steps, full = len(times), len(sizes) // ranks
-    tokens, loads = np.zeros((steps, ranks), np.int64), np.zeros((steps, ranks))
-    layers, room, empty = np.zeros(steps, np.int64), times.copy(), steps
+    steps = len(times)
+    full = len(sizes) // ranks
+    tokens = np.zeros((steps, ranks), np.int64)
+    loads = np.zeros((steps, ranks))
+    layers = np.zeros(steps, np.int64)
+    room = times.copy()
+    empty = steps
     group_of = np.full(len(sizes), NOWHERE, np.int64)
     for layer in range(-(-len(sizes) // ranks)):
-        first, stop = layer * ranks, min(len(sizes), (layer + 1) * ranks)
+        first = layer * ranks
+        stop = min(len(sizes), (layer + 1) * ranks)
         placed = False
         for step in np.argsort(-room):
             # No step may stay empty: the last full layers go to those that have none.
@@ -188,10 +202,16 @@ def _deal_layers(
 def _deal_singly(
     sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
 ) -> Integers:
-    count, smallest, tries = len(times) * ranks, sizes.min(), TRIES
-    tokens, members, empty = np.zeros(count, np.int64), np.zeros(count, np.int64), count
+    count = len(times) * ranks
+    smallest = sizes.min()
+    tries = TRIES
+    tokens = np.zeros(count, np.int64)
+    members = np.zeros(count, np.int64)
+    empty = count
     group_of = np.full(len(sizes), NOWHERE, np.int64)
-    heap = [(-times[group // ranks], group) for group in range(count)]  # (load - time, micro-batch) of those with room
+    heap = [
+        (-times[group // ranks], group) for group in range(count)
+    ]  # (load - time, micro-batch) of those with room
     heapq.heapify(heap)
     passed = heap[:0]
     for sequence in range(len(sizes)):

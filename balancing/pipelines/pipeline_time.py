@@ -5,8 +5,8 @@
                                  the end of the pass before it on its stage
                                  the arrival of its input from another stage      --> makespan, bubble, timeline
 
-A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times that
-back. Data-parallel ranks of a stage gather its parameters together, so t is the most over the ranks.
+A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times
+that back. Data-parallel ranks of a stage gather its parameters together, so t is the most over the ranks.
 
     micro-steps in the order given, descending, light at both ends --> the fastest of these
       --> move one, or exchange two, as long as the simulated makespan falls --> order
@@ -31,8 +31,10 @@ NOTHING = -1
 class Passes:
     """All passes of a mini-batch, each behind the passes that it waits for, as int64 and float64 [passes].
 
-    before: place of the pass before it on its stage. needed: place of the pass whose result it takes, or NOTHING.
-    sent: time from the end of the needed pass until its result arrives. cost: share of the micro-batch's time.
+    before: place of the pass before it on its stage. needed: place of the pass whose result it takes, or
+    NOTHING.
+    sent: time from the end of the needed pass until its result arrives. cost: share of the micro-batch's
+    time.
     """
 
     before: Integers
@@ -59,7 +61,9 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
     done = _in_order(pipeline, micro_batches)
     place = {key: number for number, key in enumerate(done)}
     last = dict.fromkeys(range(pipeline.stages), NOTHING)
-    before, needed, sent = [], [], []
+    before = []
+    needed = []
+    sent = []
     for number, (stage, action) in enumerate(done):
         source = needs(pipeline, stage, action)
         before.append(last[stage])
@@ -68,7 +72,11 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
         last[stage] = number
     forward = np.array([action.kind == "forward" for _, action in done])
     part = np.array([action.chunk * pipeline.stages + stage for stage, action in done])
-    cost = np.array(pipeline.shares)[part] * np.where(forward, 1.0, pipeline.backward) / (1.0 + pipeline.backward)
+    cost = (
+        np.array(pipeline.shares)[part]
+        * np.where(forward, 1.0, pipeline.backward)
+        / (1.0 + pipeline.backward)
+    )
     return Passes(
         before=np.array(before),
         needed=np.array(needed),
@@ -83,7 +91,8 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
 
 def _in_order(pipeline: Pipeline, micro_batches: int) -> list[tuple[int, Action]]:
     orders = [actions(pipeline, stage, micro_batches) for stage in range(pipeline.stages)]
-    at, done = [0] * pipeline.stages, dict[tuple[int, Action], None]()
+    at = [0] * pipeline.stages
+    done = dict[tuple[int, Action], None]()
     while len(done) < sum(map(len, orders)):
         for stage, order in enumerate(orders):
             while at[stage] < len(order):
@@ -118,7 +127,9 @@ def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
     if array.ndim == 2 and array.size:
         array = array.max(axis=1)
     if array.ndim != 1 or array.size == 0:
-        raise WeightError(f"times has shape {np.shape(times)}. Pass one for each micro-step, or [steps, ranks].")
+        raise WeightError(
+            f"times has shape {np.shape(times)}. Pass one for each micro-step, or [steps, ranks]."
+        )
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         index = int(np.argmax(bad))
@@ -178,7 +189,8 @@ def improved(
 ) -> Integers:
     """Move and exchange steps of `order` while the makespan falls, up to `simulations`."""
     best = ends_of(before, needed, sent, micro_batch, cost, times[order]).max()
-    steps, moved = len(order), True
+    steps = len(order)
+    moved = True
     while moved and simulations > 0:
         moved = False
         for first in range(steps):
@@ -198,5 +210,7 @@ def improved(
                     time = ends_of(before, needed, sent, micro_batch, cost, times[other]).max()
                     simulations -= 1
                     if time < best * (1 - LEAST_GAIN):
-                        best, order, moved = time, other, True
+                        best = time
+                        order = other
+                        moved = True
     return order

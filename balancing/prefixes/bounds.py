@@ -8,14 +8,20 @@ import numpy as np
 
 from balancing.basics.grouping import Floats, Integers
 from balancing.prefixes.groups import Groups
-from balancing.search.lower_bounds import MOST_TOGETHER, StepTimeBound, minimum_step_times, most_workload, prolonged
+from balancing.search.lower_bounds import (
+    MOST_TOGETHER,
+    StepTimeBound,
+    minimum_step_times,
+    most_workload,
+    prolonged,
+)
 
 
 def fewest_parts(groups: Groups, max_tokens: int, max_sequences: int) -> Integers:
     """Return the fewest micro-batches k_g >= 1 that any plan needs for each group, int64 [G].
 
-    A micro-batch has room for `max_tokens` less the prefix. So k_g is at least own tokens / room and
-    members / max_sequences, rounded up, and the number of members above half the room, no two of which fit together.
+    A micro-batch has room for `max_tokens` less the prefix. So k_g is at least own tokens / room and members
+    / max_sequences, rounded up, and the number of members above half the room, no two of which fit together.
     """
     members = np.diff(groups.start)
     room = max_tokens - groups.shared_tokens
@@ -30,8 +36,8 @@ def prefix_step_time_bound(
 ) -> StepTimeBound:
     """Bound the time of sequences that share prefixes, by the formula of `step_time_bound`.
 
-    Every plan computes the own part of each sequence and at least k_g prefixes of each group, so micro-batches hold
-    these items. W does not include what a plan computes beyond them.
+    Every plan computes the own part of each sequence and at least k_g prefixes of each group, so
+    micro-batches hold these items. W does not include what a plan computes beyond them.
     """
     parts = fewest_parts(groups, max_tokens, max_sequences)
     forced = prefix_step_times(groups, ranks, steps, max_tokens, max_sequences)
@@ -42,10 +48,14 @@ def prefix_step_time_bound(
 
 
 def prefix_step_times(groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int) -> Floats:
-    """Apply `minimum_step_times` with prefixes: one sequence adds its prefix, several add at least their own parts."""
+    """Apply `minimum_step_times` with prefixes: one sequence adds its prefix, several add at least their own
+    parts.
+    """
     alone = groups.own + groups.shared[groups.group]
     times = np.zeros(steps)
     for weights, together in ((alone, 1), (groups.own, MOST_TOGETHER)):
-        found = minimum_step_times(groups.own_tokens, weights, ranks, steps, max_tokens, max_sequences, together)
+        found = minimum_step_times(
+            groups.own_tokens, weights, ranks, steps, max_tokens, max_sequences, together
+        )
         times[: len(found)] = np.maximum(times[: len(found)], found)
     return times[times > 0]

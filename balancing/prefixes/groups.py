@@ -1,12 +1,14 @@
-"""Describe the tokens that sequences share at their start: a group's prefix, and longer ones between neighbours.
+"""Describe the tokens that sequences share at their start: a group's prefix, and longer ones between
+neighbours.
 
     p p p a b c | p p p a b d | p p p a x | p p p y z      a group with a prefix of 3 tokens, in the order of its tree
     0             5             4           3              depths: tokens shared with the neighbour before
 
-The order of a tree's leaves and the depths between neighbours define the tree: two sequences share the least depth
-between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation in Suffix Arrays").
+The order of a tree's leaves and the depths between neighbours define the tree: two sequences share the least
+depth between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation in Suffix Arrays").
 
-`subtrees` keeps neighbours together. A subtree is planned as one sequence, cut where its sequences share least:
+`subtrees` keeps neighbours together. A subtree is planned as one sequence, cut where its sequences share
+least:
 
     depths 3 9 8 9 | 3 9 | 3     prefix 3, a subtree holds 4 sequences' work     [a b c d] [e f] [g]
 """
@@ -24,11 +26,13 @@ from balancing.basics.validation import group_names
 from balancing.errors import LengthError, OptionError
 
 MOST_OWN = 16
-"""Sharing pays for a sequence with up to this many times as many own tokens: merging attention costs about 1 / MOST_OWN
-of them.
+"""Sharing pays for a sequence with up to this many times as many own tokens: merging attention costs about 1
+/ MOST_OWN of them.
 """
 LARGEST = (1.0, 0.5)
-"""Most work and tokens of a subtree, shares of a rank's work and the cap. Larger ones share more, smaller ones fit."""
+"""Most work and tokens of a subtree, shares of a rank's work and the cap. Larger ones share more, smaller
+ones fit.
+"""
 
 
 def fewest_worth_sharing(own: Any) -> Any:
@@ -54,7 +58,8 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Tokens, int64 [n], and work, float64 [n], that each sequence shares with the one before it in its group.
+    """Tokens, int64 [n], and work, float64 [n], that each sequence shares with the one before it in its
+    group.
 
     order: int64 [n], ascending in the order of a group's tree.
     """
@@ -100,7 +105,9 @@ class SharedPrefixes:
         return replace(found, tree=PrefixTree(self.tree.order[rows], *deep))
 
     def measured(self, measure: Callable[[Integers], Any]) -> "SharedPrefixes":
-        """Replace tokens by a measure of each sequence's first tokens. measure: never falls with their number."""
+        """Replace tokens by a measure of each sequence's first tokens. measure: never falls with their
+        number.
+        """
         tree = self.tree and replace(self.tree, tokens=measure(self.tree.tokens))
         return replace(self, tokens=measure(self.tokens), tree=tree)
 
@@ -114,7 +121,9 @@ class SharedPrefixes:
         return self._shared(micro_batch)[0]
 
     def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
-        """Subtract from `weights` of sequences alone the share that another sequence of the micro-batch computes."""
+        """Subtract from `weights` of sequences alone the share that another sequence of the micro-batch
+        computes.
+        """
         return weights - self._shared(micro_batch)[1]
 
     def in_order(self, micro_batch: Integers | None = None) -> Integers:
@@ -127,14 +136,16 @@ class SharedPrefixes:
     def in_groups(self, sizes: Integers, weights: Floats) -> tuple[Groups, Integers]:
         """Return the sequences by group, and their order, int64 [n].
 
-        With a tree, a sequence counts only the tokens not shared with its neighbour, the least that any plan computes.
+        With a tree, a sequence counts only the tokens not shared with its neighbour, the least that any plan
+        computes.
         """
         shared = self if self.tree is None else self.tree
         own = weights - shared.workloads
         rows = np.lexsort((-own, self.group))
         group = self.group[rows]
         start = np.flatnonzero(np.diff(group, prepend=-1))
-        first, ends = rows[start], np.append(start, len(rows))
+        first = rows[start]
+        ends = np.append(start, len(rows))
         own_tokens = (sizes - shared.tokens)[rows]
         return Groups(own[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]), rows
 
@@ -142,17 +153,23 @@ class SharedPrefixes:
         rows = self.in_order(micro_batch)
         again = np.zeros(len(rows), np.bool_)  # not the first of its group in its micro-batch
         again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (np.diff(micro_batch[rows]) == 0)
-        tokens, workloads = (self.tokens, self.workloads) if self.tree is None else self._least_depths(rows, self.tree)
+        tokens, workloads = (
+            (self.tokens, self.workloads) if self.tree is None else self._least_depths(rows, self.tree)
+        )
         return np.where(again, tokens, 0), np.where(again, workloads, 0.0)
 
     def _least_depths(self, rows: Integers, tree: PrefixTree) -> tuple[Integers, Floats]:
-        """Return what each sequence shares with the one before in `rows`. Values across groups are meaningless."""
+        """Return what each sequence shares with the one before in `rows`. Values across groups are
+        meaningless.
+        """
         neighbours = self.in_order()
         place = np.empty(len(rows), np.int64)
         place[neighbours] = np.arange(len(rows))
-        # From the neighbour after the one before, to the sequence itself. The pieces between these are dropped.
+        # From the neighbour after the one before, to the sequence itself. The pieces between these are
+        # dropped.
         ends = np.stack([np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1).ravel()
-        tokens, workloads = np.empty(len(rows), tree.tokens.dtype), np.empty(len(rows))
+        tokens = np.empty(len(rows), tree.tokens.dtype)
+        workloads = np.empty(len(rows))
         for found, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
             padded = np.append(values[neighbours], values.dtype.type(0))
             found[rows] = np.minimum.reduceat(padded, ends)[::2]
@@ -173,7 +190,9 @@ def checked_prefixes(
         raise OptionError("tree_order and tree_depths go together. Pass both, or neither.")
     if groups is None and lengths is None:
         if order is not None:
-            raise OptionError("tree_order and tree_depths need groups. Pass prefix_groups and prefix_lengths, too.")
+            raise OptionError(
+                "tree_order and tree_depths need groups. Pass prefix_groups and prefix_lengths, too."
+            )
         return None
     if groups is None or lengths is None:
         raise OptionError("prefix_groups and prefix_lengths go together. Pass both, or neither.")
@@ -192,7 +211,8 @@ def checked_prefixes(
     shared = shared - shared % multiple
     tree = None
     if order is not None and depths is not None:
-        places, deeper = group_names(order, "tree_order", len(tokens)), _shorter(depths, "tree_depths", tokens)
+        places = group_names(order, "tree_order", len(tokens))
+        deeper = _shorter(depths, "tree_depths", tokens)
         deeper = np.maximum(deeper - deeper % multiple, shared)
         tree = PrefixTree(places, deeper, workload(deeper))
     return SharedPrefixes.of(names, shared, workload(shared), tree)
@@ -208,7 +228,9 @@ def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class Subtrees:
-    """of: int64 [n], the subtree of each sequence. sizes, weights, prefixes: of the subtrees, heaviest first."""
+    """of: int64 [n], the subtree of each sequence. sizes, weights, prefixes: of the subtrees,
+    heaviest first.
+    """
 
     of: Integers
     sizes: Integers
@@ -219,23 +241,32 @@ class Subtrees:
 def subtrees(
     sizes: Integers, weights: Floats, prefixes: SharedPrefixes, max_tokens: int, of_a_rank: float
 ) -> Iterator[Subtrees]:
-    """Yield divisions into subtrees, large ones first, or nothing if no two sequences share more than their prefix."""
-    tree, rows = prefixes.tree, prefixes.in_order()
+    """Yield divisions into subtrees, large ones first, or nothing if no two sequences share more than their
+    prefix.
+    """
+    tree = prefixes.tree
+    rows = prefixes.in_order()
     if tree is None or not (tree.tokens > prefixes.tokens).any():
         return
-    depths, depth_weights = tree.tokens[rows], tree.workloads[rows]
+    depths = tree.tokens[rows]
+    depth_weights = tree.workloads[rows]
     # Sums over the tokens that each sequence adds to the one before it.
     size = np.append(0, np.cumsum(sizes[rows] - depths)).tolist()
     work = np.append(0.0, np.cumsum(weights[rows] - depth_weights)).tolist()
     runs = [*np.flatnonzero(depths <= prefixes.tokens[rows]).tolist(), len(rows)]
     before: list[int] = []
     for share in LARGEST:
-        tokens, weight = int(max_tokens * share), of_a_rank * share
-        parts, starts, shared = list(pairwise(runs)), list[int](), depths.tolist()
+        tokens = int(max_tokens * share)
+        weight = of_a_rank * share
+        parts = list(pairwise(runs))
+        starts = list[int]()
+        shared = depths.tolist()
         while parts:
             first, stop = parts.pop()
             fits = size[stop] - size[first] + shared[first] <= tokens
-            if stop - first == 1 or (fits and work[stop] - work[first] + float(depth_weights[first]) <= weight):
+            if stop - first == 1 or (
+                fits and work[stop] - work[first] + float(depth_weights[first]) <= weight
+            ):
                 starts.append(first)
                 continue
             least = min(shared[first + 1 : stop])
@@ -249,7 +280,12 @@ def subtrees(
 
 
 def _joined(
-    starts: Integers, rows: Integers, sizes: Integers, weights: Floats, prefixes: SharedPrefixes, tree: PrefixTree
+    starts: Integers,
+    rows: Integers,
+    sizes: Integers,
+    weights: Floats,
+    prefixes: SharedPrefixes,
+    tree: PrefixTree,
 ) -> Subtrees:
     first = np.zeros(len(rows), np.bool_)
     first[starts] = True

@@ -4,13 +4,13 @@
     groups in three orders --> the lowest level up to which one fills all micro-batches              (fill_groups)
       --> sorted, dealt into micro-steps
 
-Each part of a divided group computes its prefix again, but parts fit under the cap and even out the micro-batches.
-Sequences that share more than their prefix are also planned as subtrees (prefixes.py).
+Each part of a divided group computes its prefix again, but parts fit under the cap and even out the
+micro-batches. Sequences that share more than their prefix are also planned as subtrees (prefixes.py).
 
     work of a group of lengths L_i with a prefix of P:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 
-Filling is McNaughton's wrap-around rule (1959) with a price on every cut: a group is cut only where a micro-batch is
-full. n sequences by group, each group from its heaviest on. G groups, M micro-batches.
+Filling is McNaughton's wrap-around rule (1959) with a price on every cut: a group is cut only where a
+micro-batch is full. n sequences by group, each group from its heaviest on. G groups, M micro-batches.
 """
 
 from collections.abc import Iterator
@@ -40,14 +40,17 @@ STARTS = 8
 """A cut fills room from the heaviest, the second heaviest, ... sequence on: so many tries."""
 
 
-def schedule_with_prefixes(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
+def schedule_with_prefixes(
+    sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request
+) -> Schedule:
     """Return the fastest schedule found. Raises as `schedule_evenly` does.
 
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
     of_prompts = replace(prefixes, tree=None)
     least, least_of_prompts = (_least(weights, each, request) for each in (prefixes, of_prompts))
-    best, time = None, np.inf
+    best = None
+    time = np.inf
     # A cap on sequences would count a subtree as one.
     capped = request.caps.max_sequences < len(sizes)
     for each in () if capped else subtrees(sizes, weights, prefixes, request.caps.max_tokens, least):
@@ -59,7 +62,8 @@ def schedule_with_prefixes(sizes: Integers, weights: Floats, prefixes: SharedPre
             continue
         found = replace(found, grouping=Grouping(found.grouping.group_of[each.of], found.grouping.count))
         if found.time(prefixes.computed(weights, found.grouping.group_of)) < time:
-            best, time = found, found.time(prefixes.computed(weights, found.grouping.group_of))
+            best = found
+            time = found.time(prefixes.computed(weights, found.grouping.group_of))
     if best is not None and time <= least_of_prompts:  # single sequences would have to meet by chance
         return best
     alone = _in_groups(sizes, weights, of_prompts, request)
@@ -91,16 +95,21 @@ def _in_groups(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, reque
 
 class _Filling:
     def __init__(self, groups: Groups, request: Request) -> None:
-        self._groups, self._request = groups, request
+        self._groups = groups
+        self._request = request
         self._lowest_time = np.inf
 
     def fastest(self) -> Schedule | None:
         """Return the fastest schedule found, in the order of `groups`, or None if nothing fits."""
-        caps, ranks, near = self._request.caps, self._request.ranks, NEAR
+        caps = self._request.caps
+        ranks = self._request.ranks
+        near = NEAR
         best = self._whole_groups()
         time = np.inf if best is None else best.time(self._computed(best.grouping.group_of))
         for steps in self._steps():
-            bound = prefix_step_time_bound(self._groups, ranks, steps, caps.max_tokens, caps.max_sequences).time
+            bound = prefix_step_time_bound(
+                self._groups, ranks, steps, caps.max_tokens, caps.max_sequences
+            ).time
             if time <= bound * (1 + near):
                 break
             near = FAR
@@ -115,11 +124,13 @@ class _Filling:
             found = self._dealt(filled, steps)
             found_time = found.time(self._computed(found.grouping.group_of))
             if found_time < time:
-                best, time = found, found_time
+                best = found
+                time = found_time
         return best
 
     def _whole_groups(self) -> Schedule | None:
-        groups, caps = self._groups, self._request.caps
+        groups = self._groups
+        caps = self._request.caps
         work = np.add.reduceat(groups.own, groups.start[:-1]) + groups.shared
         tokens = np.add.reduceat(groups.own_tokens, groups.start[:-1]) + groups.shared_tokens
         if tokens.max() > caps.max_tokens or caps.max_sequences < len(groups.own):
@@ -134,11 +145,14 @@ class _Filling:
         return replace(found, grouping=Grouping(group_of[groups.group], found.grouping.count))
 
     def _steps(self) -> Iterator[int]:
-        groups, request, sequences = self._groups, self._request, len(self._groups.own)
+        groups = self._groups
+        request = self._request
+        sequences = len(self._groups.own)
         parts = fewest_parts(groups, request.caps.max_tokens, request.caps.max_sequences)
         tokens = int(groups.own_tokens.sum() + parts @ groups.shared_tokens)
         fewest = max(-(-tokens // request.caps.max_tokens), -(-sequences // request.caps.max_sequences))
-        lowest, multiple = -(-fewest // request.ranks), request.count.multiple_of
+        lowest = -(-fewest // request.ranks)
+        multiple = request.count.multiple_of
         for needed in range(lowest, lowest + (MORE_STEPS + 1) * multiple, multiple):
             try:
                 yield checked_steps(needed, sequences // request.ranks, sequences, request)
@@ -146,11 +160,15 @@ class _Filling:
                 return
 
     def _orders(self, level: float) -> list[Integers]:
-        """Return int64 [G] each: by what a group leaves after filling micro-batches, by its work, by its longest."""
+        """Return int64 [G] each: by what a group leaves after filling micro-batches, by its work, by its
+        longest.
+        """
         groups = self._groups
         own, longest = (at.reduceat(groups.own, groups.start[:-1]) for at in (np.add, np.maximum))
         room = np.maximum(level - groups.shared, 1e-9 * level)
-        return [np.argsort(-work - groups.shared, kind="stable") for work in (np.fmod(own, room), own, longest)]
+        return [
+            np.argsort(-work - groups.shared, kind="stable") for work in (np.fmod(own, room), own, longest)
+        ]
 
     def _computed(self, micro_batch_of: Integers) -> Floats:
         work = self._groups.own.copy()
@@ -160,25 +178,31 @@ class _Filling:
         return work
 
     def _lowest(self, order: Integers, forced: Floats, bound: float) -> Integers | None:
-        """Return the micro-batches of the shortest time above `bound` that fits, if below all times so far."""
+        """Return the micro-batches of the shortest time above `bound` that fits, if below all
+        times so far.
+        """
         work = float(self._computed(np.arange(len(self._groups.own))).sum())  # enough for any micro-batch
         longest = self._lowest_time if np.isfinite(self._lowest_time) else bound + len(forced) * work
         best = self._fill(order, self._levels(forced, longest))
         if best is None:
             return None
-        low, high, excess = 0.0, longest / bound - 1, FINE
+        low = 0.0
+        high = longest / bound - 1
+        excess = FINE
         while excess < high and high - low > max(FINE, RELATIVE * high):
             found = self._fill(order, self._levels(forced, bound * (1 + excess)))
             if found is None:
                 low = excess
             else:
-                best, high = found, excess
+                best = found
+                high = excess
             excess = min(2 * excess, (low + high) / 2)
         self._lowest_time = bound * (1 + high)
         return best
 
     def _levels(self, forced: Floats, time: float) -> Floats:
-        steps, longer = len(forced), np.concatenate([[0.0], np.cumsum(forced)[:-1]])
+        steps = len(forced)
+        longer = np.concatenate([[0.0], np.cumsum(forced)[:-1]])
         levels = (time - longer) / (steps - np.arange(steps))
         level = levels[np.argmax(forced <= levels)] if (forced <= levels).any() else levels[-1]
         return np.repeat(np.maximum(forced, level), self._request.ranks)
@@ -190,7 +214,8 @@ class _Filling:
 
     def _dealt(self, micro_batch_of: Integers, steps: int) -> Schedule:
         used, numbers = np.unique(micro_batch_of, return_inverse=True)
-        work, packed = self._computed(micro_batch_of), Grouping(numbers, len(used))
+        work = self._computed(micro_batch_of)
+        packed = Grouping(numbers, len(used))
         return deal_into_steps(packed, self._groups.own_tokens, work, self._request, steps, "shared_prefixes")
 
 
@@ -206,7 +231,9 @@ def _spread(micro_batch_of: Integers, needed: int, count: int) -> Integers:
 
 
 class _Room(NamedTuple):
-    """Trees over L micro-batches: a node has the most load and tokens below it, and the leaves are the nodes from L."""
+    """Trees over L micro-batches: a node has the most load and tokens below it, and the leaves are the nodes
+    from L.
+    """
 
     load: Floats
     tokens: Integers
@@ -214,33 +241,45 @@ class _Room(NamedTuple):
 
 
 @compiled
-def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int, max_sequences: int) -> Integers:
-    """Place whole groups in the fullest micro-batch with room. Divide a group over the emptiest if none has room.
+def fill_groups(
+    groups: Groups, order: Integers, levels: Floats, max_tokens: int, max_sequences: int
+) -> Integers:
+    """Place whole groups in the fullest micro-batch with room. Divide a group over the emptiest if none has
+    room.
 
-    levels: float64 [M], descending, the most work of each micro-batch. Returns the micro-batch of each sequence, int64
-    [n], -1 from the first part on that fits nowhere.
+    levels: float64 [M], descending, the most work of each micro-batch. Returns the micro-batch of each
+    sequence, int64 [n], -1 from the first part on that fits nowhere.
     """
-    count, leaves, opened, place = len(levels), 1, 0, -1
+    count = len(levels)
+    leaves = 1
+    opened = 0
+    place = -1
     while leaves < count:
         leaves *= 2
     room = _Room(np.full(2 * leaves, -np.inf), np.full(2 * leaves, -1), np.full(leaves, max_sequences))
-    micro_batch_of, tried = np.full(len(groups.own), -1), np.full(leaves, -1)
-    least, fewest = groups.shared.min() + groups.own.min(), groups.shared_tokens.min() + groups.own_tokens.min()
+    micro_batch_of = np.full(len(groups.own), -1)
+    tried = np.full(leaves, -1)
+    least = groups.shared.min() + groups.own.min()
+    fewest = groups.shared_tokens.min() + groups.own_tokens.min()
     for group in order:
         left = np.arange(groups.start[group], groups.start[group + 1])
         divisible = len(left) > 1
         while len(left) > 0:
-            if place == opened - 1 and opened < count:  # one empty micro-batch is open: later ones have no more room
+            if (
+                place == opened - 1 and opened < count
+            ):  # one empty micro-batch is open: later ones have no more room
                 _set(room, opened, levels[opened], max_tokens)
                 opened += 1
             whole, place = _place(groups, group, left, room, tried, divisible)
             if place < 0:
                 return micro_batch_of
-            load, tokens = room.load[leaves + place], room.tokens[leaves + place]
+            load = room.load[leaves + place]
+            tokens = room.tokens[leaves + place]
             taken = left
             if not whole:
                 tried[place] = group
-                free, free_tokens = load - groups.shared[group], tokens - groups.shared_tokens[group]
+                free = load - groups.shared[group]
+                free_tokens = tokens - groups.shared_tokens[group]
                 taken = _cut(groups, left, free, free_tokens, room.sequences[place])
             if len(taken) > 0:
                 micro_batch_of[taken] = place
@@ -249,7 +288,8 @@ def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int
                 tokens -= groups.shared_tokens[group] + groups.own_tokens[taken].sum()
                 room.sequences[place] -= len(taken)
                 if load < least or tokens < fewest or room.sequences[place] == 0:  # closed
-                    load, tokens = -np.inf, -1
+                    load = -np.inf
+                    tokens = -1
                 _set(room, place, load, tokens)
     return micro_batch_of
 
@@ -268,23 +308,35 @@ def _set(room: _Room, place: int, load: float, tokens: int) -> None:
 def _place(
     groups: Groups, group: int, left: Integers, room: _Room, tried: Integers, divisible: bool
 ) -> tuple[bool, int]:
-    """Return (fullest micro-batch with room for all of `left`, True), else (the one with most room, False), or -1.
+    """Return (fullest micro-batch with room for all of `left`, True), else (the one with most room, False),
+    or -1.
 
-    Of equal ones the first. tried: int64 [M], the last group that each was cut for, of which it takes no more.
+    Of equal ones the first. tried: int64 [M], the last group that each was cut for, of which it takes no
+    more.
     """
     own, tokens = 0.0, 0
     for row in left:
         own += groups.own[row]
         tokens += groups.own_tokens[row]
-    shared, shared_tokens, per_token = groups.shared[group], groups.shared_tokens[group], own / tokens
-    least, leaves = shared + groups.own[left[-1]], len(room.sequences)
-    fullest, widest, lightest, most, depth, nodes = -1, -1, np.inf, 0.0, 1, np.ones(64, np.int64)
+    shared = groups.shared[group]
+    shared_tokens = groups.shared_tokens[group]
+    per_token = own / tokens
+    least = shared + groups.own[left[-1]]
+    leaves = len(room.sequences)
+    fullest = -1
+    widest = -1
+    lightest = np.inf
+    most = 0.0
+    depth = 1
+    nodes = np.ones(64, np.int64)
     while depth > 0:
         depth -= 1
         node = nodes[depth]
         load = room.load[node]
-        free, free_tokens = load - shared, room.tokens[node] - shared_tokens
-        fits, wide = free >= own and free_tokens >= tokens, min(free, free_tokens * per_token)
+        free = load - shared
+        free_tokens = room.tokens[node] - shared_tokens
+        fits = free >= own and free_tokens >= tokens
+        wide = min(free, free_tokens * per_token)
         if load < least or not (fits or (fullest < 0 and divisible and wide >= most)):
             continue
         if node < leaves:
@@ -296,15 +348,19 @@ def _place(
             continue
         if fits and room.sequences[place] >= len(left):
             if load <= lightest:  # of equal ones the first, which comes last
-                fullest, lightest = place, load
+                fullest = place
+                lightest = load
         elif divisible and wide > 0 and wide >= most:
-            widest, most = place, wide
+            widest = place
+            most = wide
     return fullest >= 0, fullest if fullest >= 0 else widest
 
 
 @compiled
 def _cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: int) -> Integers:
-    best, heaviest, taken = left[:0], 0.0, np.empty_like(left)
+    best = left[:0]
+    heaviest = 0.0
+    taken = np.empty_like(left)
     for start in range(min(len(left), STARTS)):
         weight, size, count = 0.0, 0, 0
         for row in left[start:]:
@@ -315,5 +371,6 @@ def _cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: in
                 size += groups.own_tokens[row]
                 count += 1
         if weight > heaviest:
-            best, heaviest = taken[:count].copy(), weight
+            best = taken[:count].copy()
+            heaviest = weight
     return best

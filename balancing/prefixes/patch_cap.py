@@ -20,20 +20,23 @@ def spread_patches(
 ) -> Schedule | None:
     """Move sequences out of micro-batches with too many patches. Returns None if one finds no room.
 
-    alone, computed: float64 [3, n], tokens, work and patches of each sequence by itself, and without what others of its
-    micro-batch compute. group: int64 [n], sequences of a group may share images.
+    alone, computed: float64 [3, n], tokens, work and patches of each sequence by itself, and without what
+    others of its micro-batch compute. group: int64 [n], sequences of a group may share images.
     """
-    group_of, count = schedule.grouping.group_of, schedule.grouping.count
+    group_of = schedule.grouping.group_of
+    count = schedule.grouping.count
     if (np.bincount(group_of, computed[2], count) <= max_patches).all():
         return schedule
     piece = np.unique(group_of * len(group_of) + group, return_inverse=True)[1]
     divided = np.bincount(piece, computed[2])[piece] > max_patches
     piece[divided] = piece.max() + 1 + np.arange(np.count_nonzero(divided))
     columns = [*np.where(divided, alone, computed), np.ones(len(piece))]
-    use, place = np.stack([np.bincount(piece, each) for each in columns]), np.full(piece.max() + 1, -1)
+    use = np.stack([np.bincount(piece, each) for each in columns])
+    place = np.full(piece.max() + 1, -1)
     place[piece] = group_of
     order = np.lexsort((use[2], place))[np.count_nonzero(place < 0) :]
-    so_far, begins = np.cumsum(use[2, order]), np.searchsorted(place[order], place[order])
+    so_far = np.cumsum(use[2, order])
+    begins = np.searchsorted(place[order], place[order])
     moved = order[so_far - so_far[begins] + use[2, order[begins]] > max_patches]
     place[moved] = -1
     total = np.stack([np.bincount(place + 1, each, count + 1)[1:] for each in use])

@@ -3,8 +3,9 @@
     sequences --+-- Karmarkar-Karp, repaired -------+--> exchanges --> sorted, dealt --> exchanges
                 +-- longest first (packing.py) -----+    of all        into steps        within each step
 
-Karmarkar-Karp balances workload and ignores caps, so sequences above a cap move to micro-batches with room. Longest
-first is the fallback if that fails. All ranks of a step wait for the heaviest, and sorted neighbours differ least.
+Karmarkar-Karp balances workload and ignores caps, so sequences above a cap move to micro-batches with room.
+Longest first is the fallback if that fails. All ranks of a step wait for the heaviest, and sorted neighbours
+differ least.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ Start = Literal[
 """Initial assignment that a schedule was refined from, or the algorithm of an unrefined plan."""
 
 STEPS_TRIED = 8
-"""Packing tries so many numbers of micro-steps from the lower bound on, then the number of best-fit-decreasing.
+"""Packing tries so many numbers of micro-steps from the lower bound on, then the number of
+best-fit-decreasing.
 
 Of many sequences only the last: they have many steps, and one more takes no more time.
 """
@@ -71,7 +73,9 @@ class Schedule:
 
 
 def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: Request) -> int:
-    """Count micro-steps. Raises CountError if a step, or without `allow_empty` a micro-batch, would be empty."""
+    """Count micro-steps. Raises CountError if a step, or without `allow_empty` a micro-batch,
+    would be empty.
+    """
     steps = request.count.at_least(needed, sequences)
     if not request.allow_empty and steps > fewest_on_a_rank:
         raise CountError(
@@ -82,19 +86,25 @@ def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: R
 
 
 def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """Return the schedule with the fewest steps found, from Karmarkar-Karp if possible, else from longest first."""
+    """Return the schedule with the fewest steps found, from Karmarkar-Karp if possible, else from longest
+    first.
+    """
     for steps in _steps_to_try(sizes, request):
         schedule = from_karmarkar_karp(sizes, weights, request, steps)
         schedule = schedule or from_longest_first(sizes, weights, request, steps)
         if schedule is not None:
             return schedule
-    raise RuntimeError("best-fit-decreasing found no place in its own number of micro-batches. This is a defect.")
+    raise RuntimeError(
+        "best-fit-decreasing found no place in its own number of micro-batches. This is a defect."
+    )
 
 
 def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
-    ranks, sequences = request.ranks, len(sizes)
+    ranks = request.ranks
+    sequences = len(sizes)
     lowest = -(-fewest_micro_batches(sizes, request.caps) // ranks)
-    tried, each = STEPS_TRIED if sequences <= MANY else 0, request.count.multiple_of
+    tried = STEPS_TRIED if sequences <= MANY else 0
+    each = request.count.multiple_of
     for needed in range(lowest, lowest + tried * each, each):
         yield checked_steps(needed, sequences // ranks, sequences, request)
     if not request.caps.padded and most_by_best_fit(sizes, request.caps) > lowest * ranks:
@@ -103,8 +113,11 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
 
 
 def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """Refine a schedule from Karmarkar-Karp. Returns None for the padded layout, or if the caps cannot be repaired."""
-    count, caps = steps * request.ranks, request.caps
+    """Refine a schedule from Karmarkar-Karp. Returns None for the padded layout, or if the caps cannot be
+    repaired.
+    """
+    count = steps * request.ranks
+    caps = request.caps
     if caps.padded or len(sizes) < count:
         return None
     start = karmarkar_karp_twice(weights, request.ranks, steps)
@@ -153,12 +166,14 @@ def even_out_within_steps(
     tolerance: float | None = None,
     effort: int = EFFORT,
 ) -> Schedule:
-    group_of, loads = schedule.grouping.group_of.copy(), schedule.loads(weights)
+    group_of = schedule.grouping.group_of.copy()
+    loads = schedule.loads(weights)
     enough = loads.mean(axis=1) * (1 + (tolerance_of(len(sizes)) if tolerance is None else tolerance))
     rows_of = Grouping(group_of // request.ranks, schedule.steps).members()
     for step in np.flatnonzero(loads.max(axis=1) > enough):
         rows = rows_of[step]
-        ranks, target = Grouping(group_of[rows] - step * request.ranks, request.ranks), float(enough[step])
+        ranks = Grouping(group_of[rows] - step * request.ranks, request.ranks)
+        target = float(enough[step])
         even = even_out(
             ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True, target=target, effort=effort
         )
@@ -176,7 +191,8 @@ def _places(groups: int, steps: int, ranks: int) -> Integers:
 
 
 def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
-    """Make `steps` micro-batches for each rank by Karmarkar-Karp alone, without caps, each rank's heaviest first.
+    """Make `steps` micro-batches for each rank by Karmarkar-Karp alone, without caps, each rank's heaviest
+    first.
 
     weights: float64 [n], descending. A rank with fewer sequences than steps has empty micro-batches.
     """
@@ -186,7 +202,9 @@ def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
 
 @compiled
 def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> Integers:
-    """Split each rank's sequences into `steps` sets. Returns int64 [n], `step * ranks + rank` of each sequence."""
+    """Split each rank's sequences into `steps` sets. Returns int64 [n], `step * ranks + rank` of each
+    sequence.
+    """
     group_of = np.empty(len(weights), np.int64)
     order, bounds = listed(rank_of, ranks)
     for rank in range(ranks):
@@ -206,11 +224,12 @@ def repair_caps(
 ) -> Integers:
     """Bring non-empty groups within the caps. Returns int64 [n], -1 for a sequence that fits nowhere.
 
-    Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the lightest
-    sequence of the group with most sequences. weights: descending.
+    Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the
+    lightest sequence of the group with most sequences. weights: descending.
     """
     kept = group_of.copy()
-    tokens, counts = np.bincount(group_of, sizes, count), np.bincount(group_of, minlength=count)
+    tokens = np.bincount(group_of, sizes, count)
+    counts = np.bincount(group_of, minlength=count)
     order, bounds = listed(group_of, count)
     for group in range(count):
         if tokens[group] > max_tokens or counts[group] > max_sequences:
@@ -233,8 +252,11 @@ def repair_caps(
 def _take_out_excess(
     group_of: Integers, members: Integers, sizes: Integers, max_tokens: int, max_sequences: int
 ) -> None:
-    """Take out (-1) the shortest member that brings its group within the caps, else the longest, until it is."""
-    excess, count = sizes[members].sum() - max_tokens, len(members)
+    """Take out (-1) the shortest member that brings its group within the caps, else the longest,
+    until it is.
+    """
+    excess = sizes[members].sum() - max_tokens
+    count = len(members)
     while excess > 0 or count > max_sequences:
         leaving = -1
         for sequence in members:

@@ -7,8 +7,8 @@
     mindspeed_rl    longest first, to the lightest     the same
     roll            sorted, dealt with stride          in that order, as many rows as fit, padded to the longest
 
-`published_steps` is each algorithm as published: mini-batches follow from the deal, and micro-batches may exceed the
-cap. `schedule_rank_locally` keeps the caller's mini-batches and every cap.
+`published_steps` is each algorithm as published: mini-batches follow from the deal, and micro-batches may
+exceed the cap. `schedule_rank_locally` keeps the caller's mini-batches and every cap.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.basics.grouping import Caps, Floats, Grouping, Integers
-from balancing.basics.validation import check_fits, membership, one_of, positive_integer, sequence_lengths, weight_array
+from balancing.basics.validation import (
+    check_fits,
+    membership,
+    one_of,
+    positive_integer,
+    sequence_lengths,
+    weight_array,
+)
 from balancing.search.assignment import Request, Schedule, checked_steps
 from balancing.search.packing import heaviest_first, keeps_caps, spread
 from balancing.search.padded import split_most_tokens, take_in_order
@@ -45,8 +52,8 @@ def published_steps(
 ) -> list[Steps]:
     """Return each mini-batch's micro-steps as the system `name` would plan them. They may exceed the cap.
 
-    mini_batches: only their number counts. workloads: n numbers >= 0. A rank runs its heaviest micro-batch first.
-    Raises as `plan_batch`.
+    mini_batches: only their number counts. workloads: n numbers >= 0. A rank runs its heaviest micro-batch
+    first. Raises as `plan_batch`.
     """
     one_of(name, "name", PUBLISHED)
     tokens = sequence_lengths(lengths)
@@ -68,7 +75,8 @@ def schedule_rank_locally(
 
     lengths, sizes: int64 [n], real tokens, which are dealt, and aligned ones. Raises as `schedule_evenly`.
     """
-    ranks, cut = _DEALS[name](lengths, request.ranks), _CUTS[name]
+    ranks = _DEALS[name](lengths, request.ranks)
+    cut = _CUTS[name]
     local = [cut(sizes[rows], request.caps, 1) for rows in ranks]
     fewest_on_a_rank = min(len(rows) for rows in ranks)
     steps = checked_steps(max(grouping.count for grouping in local), fewest_on_a_rank, len(sizes), request)
@@ -97,11 +105,15 @@ def _deal_sorted(tokens: Integers, ranks: int) -> list[Integers]:
 
 
 def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, max_tokens: int) -> Steps:
-    """Cut as published: ceil(tokens / cap) sets of the fullest rank, on all ranks. The sets may exceed the cap."""
+    """Cut as published: ceil(tokens / cap) sets of the fullest rank, on all ranks. The sets may exceed the
+    cap.
+    """
     count = max(-(-int(tokens[mine].sum()) // max_tokens) for mine in rows)
     columns = []
     for mine in rows:
-        sets = partition(tokens[mine], count, algorithm="karmarkar_karp", allow_empty=True) if len(mine) else []
+        sets = (
+            partition(tokens[mine], count, algorithm="karmarkar_karp", allow_empty=True) if len(mine) else []
+        )
         sets = sorted(sets, key=lambda inside, mine=mine: -float(costs[mine[inside]].sum()))  # type: ignore[misc]
         columns.append([mine[inside] for inside in sets] + [mine[:0]] * (count - len(sets)))
     return [list(step) for step in zip(*columns, strict=True)]
@@ -111,7 +123,8 @@ def _cut_sorted(rows: list[Integers], tokens: Integers, max_tokens: int) -> Step
     """Cut as published: all ranks share the cuts, which follow from the longest row at each position."""
     together = np.concatenate(rows)
     together = together[np.lexsort((together, tokens[together]))]
-    columns, sequences = [together[rank :: len(rows)] for rank in range(len(rows))], len(together)
+    columns = [together[rank :: len(rows)] for rank in range(len(rows))]
+    sequences = len(together)
     longest = np.minimum(np.arange(len(columns[0])) * len(rows) + len(rows), sequences) - 1
     runs = take_in_order(tokens[together[longest]], max_tokens, sequences, padded=True)
     return [[mine[start:stop] for mine in columns] for start, stop in runs]
@@ -133,7 +146,11 @@ def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grou
 
 def _in_order_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
     runs = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded) if len(sizes) else []
-    runs = split_most_tokens(runs, sizes, at_least, padded=caps.padded) if len(runs) < at_least <= len(sizes) else runs
+    runs = (
+        split_most_tokens(runs, sizes, at_least, padded=caps.padded)
+        if len(runs) < at_least <= len(sizes)
+        else runs
+    )
     return Grouping.of([np.arange(start, stop) for start, stop in runs], len(sizes))
 
 

@@ -3,8 +3,9 @@
     heaviest group --- a ---> lighter group        the difference `gap` of the two groups shrinks most if
                    <-- b ---                       weight(a) - weight(b) is nearest to gap / 2
 
-a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best exchange.
-Each exchange makes the heavier group lighter and no group heavier than the heavier one was, so the search ends.
+a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best
+exchange. Each exchange makes the heavier group lighter and no group heavier than the heavier one was, so the
+search ends.
 
     first[group] -> sequence -> following[sequence] -> .. -> -1        groups are linked lists, heaviest member first
 """
@@ -86,17 +87,23 @@ def _members_of(groups: LinkedGroups, group: int) -> Integers:
 
 @compiled
 def _relink(groups: LinkedGroups, one: int, other: int) -> None:
-    """Rebuild the lists of two groups after `group_of` changed, and their sums, so that no error accumulates."""
-    left, right = groups.first[one], groups.first[other]
+    """Rebuild the lists of two groups after `group_of` changed, and their sums, so that no error
+    accumulates.
+    """
+    left = groups.first[one]
+    right = groups.first[other]
     for group in (one, other):
         groups.first[group], groups.counts[group] = -1, 0
         groups.loads[group], groups.tokens[group] = 0.0, 0.0
-    last_one, last_other = -1, -1
+    last_one = -1
+    last_other = -1
     while left >= 0 or right >= 0:
         if right < 0 or (left >= 0 and left < right):
-            sequence, left = left, groups.following[left]
+            sequence = left
+            left = groups.following[left]
         else:
-            sequence, right = right, groups.following[right]
+            sequence = right
+            right = groups.following[right]
         if groups.group_of[sequence] == one:
             _append(groups, sequence, one, last_one)
             last_one = sequence
@@ -107,7 +114,9 @@ def _relink(groups: LinkedGroups, one: int, other: int) -> None:
 
 @compiled
 def _next_lightest(loads: Floats, last: int) -> int:
-    """Return the group after `last` (-1: start) in ascending order of (load, number), or -1 after the last group."""
+    """Return the group after `last` (-1: start) in ascending order of (load, number), or -1 after the last
+    group.
+    """
     found = -1
     for group in range(len(loads)):
         later = last < 0 or loads[group] > loads[last] or (loads[group] == loads[last] and group > last)
@@ -151,7 +160,8 @@ def even_out(
     only_heaviest: stop when no exchange makes the heaviest group lighter. target: load that is light enough.
     effort: groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
     """
-    count, order = grouping.count, np.argsort(-weights, kind="stable")
+    count = grouping.count
+    order = np.argsort(-weights, kind="stable")
     descending = weights[order]
     if only_heaviest and len(weights):
         level = max(float(weights.sum()) / count * (1 + TOLERANCE), target, float(descending[0]))
@@ -175,7 +185,9 @@ def even_out(
 
 
 def _mean_without_giants(descending: Floats, count: int) -> float:
-    """Return the mean load without giants: sequences that outweigh the mean of the remaining groups, best alone."""
+    """Return the mean load without giants: sequences that outweigh the mean of the remaining groups, best
+    alone.
+    """
     alone = descending[: count - 1]
     left = descending.sum() - np.concatenate([[0.0], np.cumsum(alone)])
     means = left / (count - np.arange(len(left)))
@@ -204,7 +216,9 @@ def exchange_until_even(
         heavy = _heaviest(groups.loads, is_open, only_heaviest)
         if heavy < 0 or groups.loads[heavy] <= level or effort < 0 or failures == FAILURES:
             break
-        light, spent, given, returned = _best_exchange(groups, heavy, partners, max_tokens, max_sequences, equal_size)
+        light, spent, given, returned = _best_exchange(
+            groups, heavy, partners, max_tokens, max_sequences, equal_size
+        )
         effort -= spent
         if light < 0:
             is_open[heavy] = False
@@ -236,10 +250,13 @@ def _best_exchange(
 ) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     """Return partner (-1: none), effort, and the sequences that go to the partner and come back."""
     spent = 0
-    loads, tokens, counts = groups.loads, groups.tokens, groups.counts
+    loads = groups.loads
+    tokens = groups.tokens
+    counts = groups.counts
     for largest in range(1, 3):
         give = _bundles(groups, heavy, largest)
-        light, ascending = -1, counts[:0]
+        light = -1
+        ascending = counts[:0]
         for position in range(min(partners, len(loads))):
             if position == PARTNERS:  # mostly the first few suffice, beyond them sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
@@ -253,20 +270,24 @@ def _best_exchange(
                 break
             take = _bundles(groups, light, largest)
             spent += len(take[1][0]) + SORTING * len(take[2][0])
-            nearest, best_given, best_returned = gap / 2 * (1 - 1e-9), (-1, -1), (-1, -1)
+            nearest = gap / 2 * (1 - 1e-9)
+            best_given = (-1, -1)
+            best_returned = (-1, -1)
             for given in range(1, largest + 1):
                 for returned in range(largest + 1):
                     if max(given, returned) < largest or not _counts_allow(
                         counts[heavy], counts[light], given - returned, max_sequences, equal_size
                     ):
                         continue
-                    a, b = give[given], take[returned]
+                    a = give[given]
+                    b = take[returned]
                     spent += len(a[0]) + len(b[0])
                     nearest, i, j = _nearest(
                         a, b, gap / 2, nearest, max_tokens - tokens[heavy], max_tokens - tokens[light]
                     )
                     if i >= 0:
-                        best_given, best_returned = (a[2][i], a[3][i]), (b[2][j], b[3][j])
+                        best_given = (a[2][i], a[3][i])
+                        best_returned = (b[2][j], b[3][j])
             if best_given[0] >= 0:
                 return light, spent, best_given, best_returned
     return -1, spent, (-1, -1), (-1, -1)
@@ -274,7 +295,11 @@ def _best_exchange(
 
 @compiled
 def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equal_size: bool) -> bool:
-    if heavy - moved < 1 or (light > 0 and light + moved < 1) or max(heavy - moved, light + moved) > max_sequences:
+    if (
+        heavy - moved < 1
+        or (light > 0 and light + moved < 1)
+        or max(heavy - moved, light + moved) > max_sequences
+    ):
         return False
     return moved == 0 or not equal_size or moved == heavy - light
 
@@ -284,7 +309,9 @@ def _nearest(
     give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
 ) -> tuple[float, int, int]:
     """Return the least distance of a difference of weights to `half_gap`, and both positions, -1 for none."""
-    best_i, best_j, start = -1, -1, 0
+    best_i = -1
+    best_j = -1
+    start = 0
     for i in range(len(give[0])):
         wanted = give[0][i] - half_gap
         while start < len(take[0]) and take[0][start] > wanted:
@@ -296,7 +323,9 @@ def _nearest(
                     break
                 growth = give[1][i] - take[1][j]
                 if growth <= room_light and -growth <= room_heavy:
-                    best, best_i, best_j = abs(take[0][j] - wanted), i, j
+                    best = abs(take[0][j] - wanted)
+                    best_i = i
+                    best_j = j
                     break
                 j += step
     return best, best_i, best_j
@@ -314,7 +343,8 @@ def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, B
 def _pairs(groups: LinkedGroups, members: Integers) -> Bundles:
     chosen = members[:: max(1, -(-len(members) // PAIRED))].copy()
     count = len(chosen) * (len(chosen) - 1) // 2
-    one, other = np.empty(count, np.int64), np.empty(count, np.int64)
+    one = np.empty(count, np.int64)
+    other = np.empty(count, np.int64)
     position = 0
     for i in range(len(chosen)):
         for j in range(i):
@@ -322,5 +352,6 @@ def _pairs(groups: LinkedGroups, members: Integers) -> Bundles:
             position += 1
     weights = groups.weights[one] + groups.weights[other]
     order = np.argsort(-weights, kind="mergesort")
-    one, other = one[order], other[order]
+    one = one[order]
+    other = other[order]
     return weights[order], groups.sizes[one] + groups.sizes[other], one, other

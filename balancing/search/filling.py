@@ -4,8 +4,8 @@
     best_fit         the fullest bin with room, or a new bin
     fill_to_level    the lightest bin with room that stays within a load, or none
 
-`order` is int64, indices into `sizes` (int64 [n], tokens, each at most `max_tokens`) and `weights` (float64 [n]).
-Each function returns int64 [n], the bin of every sequence, -1 for none.
+`order` is int64, indices into `sizes` (int64 [n], tokens, each at most `max_tokens`) and `weights` (float64
+[n]). Each function returns int64 [n], the bin of every sequence, -1 for none.
 """
 
 import heapq
@@ -22,7 +22,8 @@ BLOCK = 256  # rooms, in tokens
 def fill_lightest(
     order: Integers, sizes: Integers, weights: Floats, bins: int, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Place each in the lightest bin with room (Graham 1969, under caps), and stop at the first that fits nowhere.
+    """Place each in the lightest bin with room (Graham 1969, under caps), and stop at the first that fits
+    nowhere.
 
     Ties go to the bin with fewest sequences, so that weightless sequences leave no bin empty.
     """
@@ -52,12 +53,14 @@ def fill_lightest(
 def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: int) -> Integers:
     """Place each in the fullest bin with room, or open a bin. In descending order: <= 11/9 of the optimum.
 
-    Bins are linked lists by their room, `newest[room] -> bin -> before[bin] -> .. -> -1`, and rooms are counted in
-    blocks, so that the search does not visit every bin.
+    Bins are linked lists by their room, `newest[room] -> bin -> before[bin] -> .. -> -1`, and rooms are
+    counted in blocks, so that the search does not visit every bin.
     """
     assignment = np.full(len(sizes), -1, np.int64)
-    newest, filled = np.full(max_tokens + 1, -1), np.zeros(max_tokens // BLOCK + 2, np.int64)
-    before, places = np.full(len(order), -1), np.full(len(order), max_sequences, np.int64)
+    newest = np.full(max_tokens + 1, -1)
+    filled = np.zeros(max_tokens // BLOCK + 2, np.int64)
+    before = np.full(len(order), -1)
+    places = np.full(len(order), max_sequences, np.int64)
     count = 0
     for index in order:
         room = sizes[index]
@@ -65,7 +68,8 @@ def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: i
             room += BLOCK - room % BLOCK if filled[room // BLOCK] == 0 else 1
         position = count
         if room > max_tokens:
-            room, count = max_tokens, count + 1
+            room = max_tokens
+            count = count + 1
         else:
             position = newest[room]
             newest[room] = before[position]
@@ -90,9 +94,13 @@ def fill_to_level(
     max_tokens: int,
     max_sequences: int,
 ) -> Integers:
-    """Place each in the lightest bin with room whose load stays within `level`. placed: bins of placed ones, or -1."""
-    assignment, load = placed.copy(), np.zeros(bins)
-    room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)
+    """Place each in the lightest bin with room whose load stays within `level`. placed: bins of placed ones,
+    or -1.
+    """
+    assignment = placed.copy()
+    load = np.zeros(bins)
+    room = np.full(bins, max_tokens, np.int64)
+    places = np.full(bins, max_sequences, np.int64)
     for index in np.flatnonzero(placed >= 0):
         load[placed[index]] += weights[index]
         room[placed[index]] -= sizes[index]
@@ -100,8 +108,10 @@ def fill_to_level(
     leaves = 1
     while leaves < bins:
         leaves *= 2
-    # A node of the tree has the least load and the most room below it. Its leaves are bins, neighbours by their room.
-    loads, rooms = np.full(2 * leaves, np.inf), np.full(2 * leaves, -1)
+    # A node of the tree has the least load and the most room below it. Its leaves are bins, neighbours by
+    # their room.
+    loads = np.full(2 * leaves, np.inf)
+    rooms = np.full(2 * leaves, -1)
     bin_of = np.argsort(room, kind="mergesort")
     for place, position in enumerate(bin_of):
         if places[position] > 0:
@@ -110,7 +120,8 @@ def fill_to_level(
         _summarise(node, loads, rooms)
     nodes = np.empty(128, np.int64)  # above twice the depth of the tree
     for index in order:
-        size, weight = sizes[index], weights[index]
+        size = sizes[index]
+        weight = weights[index]
         if size > rooms[1] or loads[1] + weight > level:
             continue
         leaf = _lightest_with_room(loads, rooms, bin_of, size, nodes)
@@ -137,7 +148,10 @@ def _summarise(node: int, loads: Floats, rooms: Integers) -> None:
 @compiled
 def _lightest_with_room(loads: Floats, rooms: Integers, bin_of: Integers, size: int, nodes: Integers) -> int:
     """Return the leaf with the least load, of several that of the first bin, among those with room, or -1."""
-    best, least, depth, leaves = -1, np.inf, 1, len(loads) // 2
+    best = -1
+    least = np.inf
+    depth = 1
+    leaves = len(loads) // 2
     nodes[0] = 1
     while depth > 0:
         depth -= 1
@@ -146,7 +160,8 @@ def _lightest_with_room(loads: Floats, rooms: Integers, bin_of: Integers, size: 
             continue
         if node >= leaves:
             if best < 0 or loads[node] < least or bin_of[node - leaves] < bin_of[best - leaves]:
-                best, least = node, loads[node]
+                best = node
+                least = loads[node]
             continue
         lighter = 2 * node + (loads[2 * node + 1] < loads[2 * node])
         nodes[depth], nodes[depth + 1] = 4 * node + 1 - lighter, lighter

@@ -25,8 +25,9 @@ def fewest_bins(sizes: Integers, capacity: int, max_items: int) -> int:
 def _martello_toth(sizes: Integers, capacity: int) -> int:
     """Compute the bound L2 of Martello and Toth (1990).
 
-    For every threshold a <= capacity / 2: items above capacity - a are alone, items above half the capacity are in
-    different bins, and items of at least a share the room that these leave. Threshold 0 gives L1 = ceil(sum/capacity).
+    For every threshold a <= capacity / 2: items above capacity - a are alone, items above half the capacity
+    are in different bins, and items of at least a share the room that these leave. Threshold 0 gives L1 =
+    ceil(sum/capacity).
     """
     ascending = np.sort(sizes)
     total_before = np.concatenate([[0], np.cumsum(ascending)])
@@ -42,14 +43,18 @@ def _martello_toth(sizes: Integers, capacity: int) -> int:
 
 
 def mean_bound(weights: Floats, k: int) -> float:
-    """Return the heaviest weight or the mean, rounded up for whole numbers. weights: float64 [n], descending."""
+    """Return the heaviest weight or the mean, rounded up for whole numbers. weights: float64 [n],
+    descending.
+    """
     mean = float(weights.sum()) / k
     return max(float(np.ceil(mean)) if (weights == np.floor(weights)).all() else mean, float(weights[0]))
 
 
 @dataclass(frozen=True)
 class StepTimeBound:
-    """time: no plan takes less. long_steps: micro-steps that the bound counts as prolonged by long sequences."""
+    """time: no plan takes less. long_steps: micro-steps that the bound counts as prolonged by
+    long sequences.
+    """
 
     time: float
     long_steps: int
@@ -66,14 +71,14 @@ def step_time_bound(
 ) -> StepTimeBound:
     """Bound a mini-batch's time: the sum over its synchronous micro-steps of the heaviest micro-batch.
 
-    sizes: int64 [n], tokens, each in 1..max_tokens. weights: float64 [n], workload. steps: micro-steps of the plan.
-    The bound is the maximum over j = 0..steps of
+    sizes: int64 [n], tokens, each in 1..max_tokens. weights: float64 [n], workload. steps: micro-steps of the
+    plan. The bound is the maximum over j = 0..steps of
 
         v_1 + ... + v_j + (W - K_j) / ranks
 
-    W: the total workload. v_i: the least time of the i-th longest micro-step (`minimum_step_times`). K_j: the most
-    workload that j * ranks micro-batches can hold (`most_workload`). The rest is computed at best evenly.
-    Assumes the packed layout, which is never slower than the padded one.
+    W: the total workload. v_i: the least time of the i-th longest micro-step (`minimum_step_times`). K_j: the
+    most workload that j * ranks micro-batches can hold (`most_workload`). The rest is computed at best
+    evenly. Assumes the packed layout, which is never slower than the padded one.
     """
     forced = minimum_step_times(sizes, weights, ranks, steps, max_tokens, max_sequences)
     held = most_workload(sizes, weights, np.arange(len(forced) + 1) * ranks, max_tokens)
@@ -81,7 +86,9 @@ def step_time_bound(
 
 
 def prolonged(forced: Floats, total: float, held: Floats, ranks: int) -> StepTimeBound:
-    """Maximise forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks over j. held: float64 [forced + 1]."""
+    """Maximise forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks over j. held: float64 [forced +
+    1].
+    """
     times = np.concatenate([[0.0], np.cumsum(forced)]) + np.maximum(total - held, 0.0) / ranks
     long_steps = int(np.argmax(times))
     return StepTimeBound(float(times[long_steps]), long_steps)
@@ -98,10 +105,11 @@ def minimum_step_times(
 ) -> Floats:
     """Bound the times of the longest micro-steps: v_1 >= v_2 >= ... > 0, at most `steps` values.
 
-    At most m of the h heaviest sequences fit in a micro-batch, m = max_tokens // the shortest of them. If x of the
-    B = ranks * steps micro-batches hold more than k of them, then h <= k * (B - x) + m * x. So x is at least
-    (h - k * B) / (m - k). These x micro-batches occupy at least x / ranks micro-steps, and each weighs at least as much
-    as the k + 1 lightest of the h heaviest sequences. With k = 0 a single long sequence prolongs a step.
+    At most m of the h heaviest sequences fit in a micro-batch, m = max_tokens // the shortest of them. If x
+    of the B = ranks * steps micro-batches hold more than k of them, then h <= k * (B - x) + m * x. So x is at
+    least (h - k * B) / (m - k). These x micro-batches occupy at least x / ranks micro-steps, and each weighs
+    at least as much as the k + 1 lightest of the h heaviest sequences. With k = 0 a single long sequence
+    prolongs a step.
     most_together: k is less.
     """
     order = np.argsort(-weights, kind="stable")
@@ -121,15 +129,18 @@ def minimum_step_times(
 def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int) -> Floats:
     """Return the most workload that fits in each number of micro-batches: fractional knapsack (Dantzig 1957).
 
-    A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, the best
-    choice is the longest of these, one per micro-batch, filled up with others.
+    A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, the
+    best choice is the longest of these, one per micro-batch, filled up with others.
     """
     order = np.lexsort((-sizes, -weights / sizes))
-    tokens, workload = sizes[order], weights[order]
+    tokens = sizes[order]
+    workload = weights[order]
     capacity = micro_batches.astype(np.float64) * max_tokens
     if (np.diff(tokens) > 0).any():
         return _cut_off(tokens, workload, capacity)
-    large = int(np.searchsorted(-tokens, -(max_tokens // 2)))  # the sequences before it are above half the cap
+    large = int(
+        np.searchsorted(-tokens, -(max_tokens // 2))
+    )  # the sequences before it are above half the cap
     taken = np.minimum(micro_batches, large)
     of_large = np.concatenate([[0.0], np.cumsum(workload[:large])])[taken]
     room = capacity - np.concatenate([[0], np.cumsum(tokens[:large])])[taken]
@@ -138,6 +149,7 @@ def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max
 
 
 def _cut_off(tokens: Integers, workload: Floats, capacity: Floats) -> Floats:
-    used, done = np.concatenate([[0], np.cumsum(tokens)]), np.concatenate([[0.0], np.cumsum(workload)])
+    used = np.concatenate([[0], np.cumsum(tokens)])
+    done = np.concatenate([[0.0], np.cumsum(workload)])
     filled: Floats = np.interp(capacity, used, done)
     return filled

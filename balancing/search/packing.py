@@ -2,7 +2,8 @@
 
     lengths -> aligned sizes -> number of micro-batches -> filling by workload, under the caps -> exchanges -> indices
 
-A packed micro-batch takes the sum of its aligned lengths, a padded one its rows times the longest aligned length.
+A packed micro-batch takes the sum of its aligned lengths, a padded one its rows times the longest aligned
+length.
 """
 
 import heapq
@@ -39,12 +40,13 @@ def pack(
 ) -> list[NDArray[np.int64]]:
     """Group sequences into the fewest micro-batches that the caps allow, with workloads as equal as possible.
 
-    lengths: n whole numbers >= 1. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank times
-    cp). workloads: n numbers >= 0, or None for tokens. length_multiple: lengths are rounded up to a multiple.
-    algorithm: `load_balance`, or `none`, which cuts the given order.
-    Returns int64 arrays, heaviest micro-batch first, or for `none` in given order, indices ascending.
-    Raises LengthError, WeightError, OptionError for bad values, OverCapError for a sequence above the cap, and
-    CountError if counts ask for more micro-batches than there are sequences.
+    lengths: n whole numbers >= 1. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a
+    rank times cp). workloads: n numbers >= 0, or None for tokens. length_multiple: lengths are rounded up to
+    a multiple.
+    algorithm: `load_balance`, or `none`, which cuts the given order. Returns int64 arrays, heaviest
+    micro-batch first, or for `none` in given order, indices ascending. Raises LengthError, WeightError,
+    OptionError for bad values, OverCapError for a sequence above the cap, and CountError if counts ask for
+    more micro-batches than there are sequences.
     """
     one_of(layout, "layout", ("packed", "padded"))
     one_of(algorithm, "algorithm", ("load_balance", "none"))
@@ -86,8 +88,8 @@ class CountRule:
 def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
     """Cut the given order into as few runs as the caps allow.
 
-    Runs have equal counts if that keeps the caps. Otherwise each run ends where the next sequence would exceed a cap,
-    and the runs with most tokens are halved until there are enough.
+    Runs have equal counts if that keeps the caps. Otherwise each run ends where the next sequence would
+    exceed a cap, and the runs with most tokens are halved until there are enough.
     """
     filled = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
     bins = count.at_least(len(filled), len(sizes))
@@ -129,18 +131,21 @@ def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
 def most_by_best_fit(sizes: Integers, caps: Caps) -> int:
     """Bound `fewest_by_best_fit` from above, in less time.
 
-    A sequence of s tokens opens a micro-batch only if none of the others has room for it: each has its most sequences,
-    or above max_tokens - s tokens and so at least that over the longest sequence's tokens as sequences.
+    A sequence of s tokens opens a micro-batch only if none of the others has room for it: each has its most
+    sequences, or above max_tokens - s tokens and so at least that over the longest sequence's tokens as
+    sequences.
     """
     descending = -np.sort(-sizes)
-    sequences, before = np.arange(len(sizes)), np.cumsum(descending) - descending
+    sequences = np.arange(len(sizes))
+    before = np.cumsum(descending) - descending
     held = caps.max_tokens - descending + 1
     tight = np.minimum(before // held, sequences // -(-held // descending[0]))
     return 1 + int((tight + sequences // caps.max_sequences).max())
 
 
 def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    """Form `count` non-empty packed micro-batches, balanced by load. Returns None if every method of filling fails.
+    """Form `count` non-empty packed micro-batches, balanced by load. Returns None if every method of filling
+    fails.
 
     From the most even loads to the tightest: heaviest first, exchanges without a cap, best-fit-decreasing.
     Many sequences do without exchanges, which cost most.
@@ -154,7 +159,9 @@ def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Groupin
 
 
 def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers) -> Grouping:
-    """Renumber by descending weight, ties by the sum of squared sizes, then by the least of `indices` (int64 [n])."""
+    """Renumber by descending weight, ties by the sum of squared sizes, then by the least of `indices` (int64
+    [n]).
+    """
     first = np.full(grouping.count, np.iinfo(np.int64).max)
     np.minimum.at(first, grouping.group_of, indices)
     squares = np.square(sizes.astype(np.float64))
@@ -173,8 +180,11 @@ def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grou
 
 
 def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    """Even out tokens without a cap until they keep it, which packs thirds of the cap three to a micro-batch."""
-    tokens, uncapped = sizes.astype(np.float64), Caps(int(sizes.sum()), caps.max_sequences)
+    """Even out tokens without a cap until they keep it, which packs thirds of the cap three to a
+    micro-batch.
+    """
+    tokens = sizes.astype(np.float64)
+    uncapped = Caps(int(sizes.sum()), caps.max_sequences)
     start = _by_load(sizes, tokens, uncapped, count)
     if start is None:
         return None
@@ -195,7 +205,8 @@ def _complete(group_of: Integers, count: int) -> Grouping | None:
 def spread(tight: Grouping, sizes: Integers, count: int) -> Grouping:
     """Halve the groups with most tokens until there are `count`, at most the number of indices."""
     order, bounds = listed(tight.group_of, tight.count)
-    group_of, groups = tight.group_of.copy(), np.split(order, bounds[1:-1]) if tight.count < count else []
+    group_of = tight.group_of.copy()
+    groups = np.split(order, bounds[1:-1]) if tight.count < count else []
     tokens = np.where(tight.sizes() > 1, -tight.sums(sizes), 0.0)
     heap = [(load, number) for number, load in enumerate(tokens.tolist())]
     heapq.heapify(heap)

@@ -24,7 +24,8 @@ def take_in_order(
 ) -> Runs:
     """Cut positions 0..n from the front into the longest runs that keep the caps, the fewest for this order.
 
-    sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or if `padded` rows times the largest.
+    sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or if `padded` rows times the
+    largest.
     weights: float64 [n] or None. Several sequences in a run sum to at most `max_weight`.
     """
     loads = np.zeros(len(sizes)) if weights is None else weights
@@ -39,12 +40,18 @@ def run_starts(
     starts = np.zeros(len(sizes), np.int64)
     count, total, widest, load = 1, 0, 0, 0.0
     for position in range(len(sizes)):
-        size, rows = sizes[position], position - starts[count - 1] + 1
+        size = sizes[position]
+        rows = position - starts[count - 1] + 1
         tokens = rows * max(widest, size) if padded else total + size
         if tokens > max_tokens or rows > max_sequences or (rows > 1 and load + loads[position] > max_load):
             starts[count] = position
-            count, total, widest, load = count + 1, 0, 0, 0.0
-        total, widest, load = total + size, max(widest, size), load + loads[position]
+            count = count + 1
+            total = 0
+            widest = 0
+            load = 0.0
+        total = total + size
+        widest = max(widest, size)
+        load = load + loads[position]
     return starts[:count]
 
 
@@ -80,10 +87,11 @@ def pack_padded(
     max_sequences: int,
     allowed_count: Callable[[int, int], int],
 ) -> Grouping:
-    """Form the fewest micro-batches of `rows * longest <= max_tokens`, with the heaviest as light as this count allows.
+    """Form the fewest micro-batches of `rows * longest <= max_tokens`, with the heaviest as light as this
+    count allows.
 
-    Taking as many of the longest remaining sequences as fit minimises the count: any sequence that shares a micro-batch
-    with the longest can be exchanged for the next longest, and no micro-batch grows.
+    Taking as many of the longest remaining sequences as fit minimises the count: any sequence that shares a
+    micro-batch with the longest can be exchanged for the next longest, and no micro-batch grows.
     weights: None is padded tokens. allowed_count: (needed, sequences) -> count.
     """
     order = np.argsort(-sizes, kind="stable")
@@ -99,7 +107,8 @@ def pack_padded(
 
 
 def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: int, count: int) -> Runs:
-    low, high = int(descending[0]), max_tokens
+    low = int(descending[0])
+    high = max_tokens
     while low < high:
         middle = (low + high) // 2
         if len(take_in_order(descending, middle, max_sequences, padded=True)) <= count:
@@ -113,9 +122,12 @@ def _lowest_weight_limit(
     descending: Integers, weights: Floats, max_tokens: int, max_sequences: int, count: int
 ) -> Runs:
     def runs_within(limit: float) -> Runs:
-        return take_in_order(descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit)
+        return take_in_order(
+            descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit
+        )
 
-    low, high = 0.0, float(weights.sum())
+    low = 0.0
+    high = float(weights.sum())
     for _ in range(20):
         middle = (low + high) / 2
         if len(runs_within(middle)) <= count:

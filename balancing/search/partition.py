@@ -9,10 +9,10 @@ Largest differencing (Karmarkar and Karp 1982) for k sets takes O(n log n) for f
     partial solutions, by difference    A: a1 >= a2 >= .. >= ak    joined, heaviest with lightest:
     (heaviest - lightest set)           B: b1 >= b2 >= .. >= bk    a1+bk, a2+b(k-1), .., ak+b1, sorted again
 
-Initially each weight is a solution with k-1 empty sets. The two solutions with the largest differences are joined
-until one is left. For equal counts each run of k sorted weights is a solution (Michiels, Korst, Aarts and van Leeuwen
-2003), and weights of 0 complete the last run.
-Empty sets are not stored, and a solution of one weight is an index.
+Initially each weight is a solution with k-1 empty sets. The two solutions with the largest differences are
+joined until one is left. For equal counts each run of k sorted weights is a solution (Michiels, Korst, Aarts
+and van Leeuwen 2003), and weights of 0 complete the last run. Empty sets are not stored, and a solution of
+one weight is an index.
 """
 
 import heapq
@@ -56,7 +56,9 @@ def partition(
     if checked.size == 0:
         raise WeightError("weights is empty. Pass at least one weight.")
     if sets > checked.size and not allow_empty:
-        raise CountError(f"k={sets} is more than the {checked.size} weights. Lower k or set allow_empty=True.")
+        raise CountError(
+            f"k={sets} is more than the {checked.size} weights. Lower k or set allow_empty=True."
+        )
     order = _heaviest_first(checked)  # except for ties, the given order then does not matter
     set_of = np.empty(checked.size, np.int64)
     set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
@@ -65,7 +67,9 @@ def partition(
 
 def _heaviest_first(weights: Floats) -> Integers:
     if weights.max() < 2**16 and (weights == np.floor(weights)).all():
-        return np.argsort((2**16 - 1 - weights).astype(np.uint16), kind="stable")  # NumPy sorts 16 bits in linear time
+        return np.argsort(
+            (2**16 - 1 - weights).astype(np.uint16), kind="stable"
+        )  # NumPy sorts 16 bits in linear time
     return np.argsort(-weights, kind="stable")
 
 
@@ -83,9 +87,12 @@ def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integer
 
 @compiled
 def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Place the heaviest first, each in the lightest set that may grow (Graham 1969). See `karmarkar_karp`."""
+    """Place the heaviest first, each in the lightest set that may grow (Graham 1969). See
+    `karmarkar_karp`.
+    """
     set_of = np.empty(len(weights), np.int64)
-    smallest, larger_sets = len(weights) // k, len(weights) % k
+    smallest = len(weights) // k
+    larger_sets = len(weights) % k
     heap = [(0.0, 0, position) for position in range(k)]
     for index in range(len(weights)):
         load, size, position = heap[0]
@@ -100,26 +107,41 @@ def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers
 
 
 def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Exchange, from Karmarkar-Karp and longest-first, until the heaviest set is within 1e-5 of `mean_bound`."""
+    """Exchange, from Karmarkar-Karp and longest-first, until the heaviest set is within 1e-5 of
+    `mean_bound`.
+    """
     start = karmarkar_karp(weights, k, equal_size)
     level = mean_bound(weights, k) * (1 + TOLERANCE)
     if k >= len(weights) or _heaviest(weights, start) <= level:
         return start
-    best, lowest = start, np.inf
-    for set_of in sorted((start, longest_first(weights, k, equal_size)), key=lambda sets: _heaviest(weights, sets)):
+    best = start
+    lowest = np.inf
+    for set_of in sorted(
+        (start, longest_first(weights, k, equal_size)), key=lambda sets: _heaviest(weights, sets)
+    ):
         evened = _exchanged(weights, set_of, k, equal_size, level)
         if _heaviest(weights, evened) < lowest:
-            best, lowest = evened, _heaviest(weights, evened)
+            best = evened
+            lowest = _heaviest(weights, evened)
         if lowest <= level:
             return best
     return best
 
 
 def _exchanged(weights: Floats, set_of: Integers, k: int, equal_size: bool, level: float) -> Integers:
-    count, effort = len(weights), min(MOST_EFFORT, EFFORT_EACH * len(weights))
-    sizes, sets = np.zeros(count, np.int64), Grouping(set_of, k)
+    count = len(weights)
+    effort = min(MOST_EFFORT, EFFORT_EACH * len(weights))
+    sizes = np.zeros(count, np.int64)
+    sets = Grouping(set_of, k)
     evened = even_out(
-        sets, weights, sizes, Caps(0, count), equal_size=equal_size, only_heaviest=True, target=level, effort=effort
+        sets,
+        weights,
+        sizes,
+        Caps(0, count),
+        equal_size=equal_size,
+        only_heaviest=True,
+        target=level,
+        effort=effort,
     )
     return evened.group_of
 
@@ -139,24 +161,32 @@ _ALGORITHMS: dict[str, Callable[[Floats, int, bool], Integers]] = {
 def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
     """Return the set, 0..k, of each of n weights in descending order, int64 [n].
 
-    weights: float64 [n]. With `in_runs`, n is a multiple of k. k: at least 2. Ties: the youngest solution first, which
-    bounds the number of solutions.
+    weights: float64 [n]. With `in_runs`, n is a multiple of k. k: at least 2. Ties: the youngest solution
+    first, which bounds the number of solutions.
 
-    A set is a linked list with first member `head`: `sums[head]`, `last[head]`, and the member `following` each member.
-    A solution is a row of heads, heaviest set first. `filled[row]` sets are not empty.
+    A set is a linked list with first member `head`: `sums[head]`, `last[head]`, and the member `following`
+    each member. A solution is a row of heads, heaviest set first. `filled[row]` sets are not empty.
     """
     count = len(weights)
-    sums, last, following = weights.copy(), np.arange(count), np.full(count, -1)
+    sums = weights.copy()
+    last = np.arange(count)
+    following = np.full(count, -1)
     solutions = count // k + 2
-    rows, filled = np.arange(solutions * k).reshape(solutions, k), np.full(solutions, k)  # the initial runs
-    free, age, single = list(range(len(rows))), 0, 0
+    # the initial runs
+    rows = np.arange(solutions * k).reshape(solutions, k)
+    filled = np.full(solutions, k)
+    free = list(range(len(rows)))
+    age = 0
+    single = 0
     heap = [(0.0, 0, 0)]  # (-difference, -age, row), an entry that only declares the types
     heap.clear()
     if in_runs:
         for run in range(count // k):
             heap.append((weights[run * k + k - 1] - weights[run * k], -run, run))
         heapq.heapify(heap)
-        free, age, single = free[count // k :], count // k, count
+        free = free[count // k :]
+        age = count // k
+        single = count
     while len(heap) + count - single > 1:
         one, single = _take(heap, weights, single)
         other, single = _take(heap, weights, single)
@@ -192,7 +222,8 @@ def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> t
 def _insert_weight(
     weight: int, row: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    end, head = filled[row], weight
+    end = filled[row]
+    head = weight
     if end == rows.shape[1]:
         end -= 1
         head = rows[row, end]
@@ -200,7 +231,8 @@ def _insert_weight(
         sums[head] += sums[weight]
     else:
         filled[row] = end + 1
-    low, high = 0, end
+    low = 0
+    high = end
     if end > 0 and sums[rows[row, end - 1]] >= sums[head]:
         low = end
     while low < high:
@@ -219,7 +251,8 @@ def _join(
     full: int, other: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
     for position in range(filled[other]):
-        heavy, light = rows[other, position], rows[full, -1 - position]
+        heavy = rows[other, position]
+        light = rows[full, -1 - position]
         following[last[light]], last[light] = heavy, last[heavy]
         sums[light] += sums[heavy]
     heads = rows[full][np.argsort(-sums[rows[full]], kind="mergesort")]

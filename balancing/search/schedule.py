@@ -4,8 +4,9 @@
                                                            no: try more, keep the fastest
     more: fill long steps first
 
-All ranks wait for the heaviest micro-batch of a micro-step, so a mini-batch takes the sum over steps of the heaviest
-micro-batch: at least workload / ranks, and at least what long sequences force (`lower_bounds.step_time_bound`).
+All ranks wait for the heaviest micro-batch of a micro-step, so a mini-batch takes the sum over steps of the
+heaviest micro-batch: at least workload / ranks, and at least what long sequences force
+(`lower_bounds.step_time_bound`).
 
 Filling long steps first:
 
@@ -62,7 +63,9 @@ def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
 
 def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
     chunks = np.array_split(np.arange(len(sizes)), request.ranks)
-    needed = max(len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk))
+    needed = max(
+        len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk)
+    )
     steps = checked_steps(needed, min(len(chunk) for chunk in chunks), len(sizes), request)
     columns = []
     for chunk in chunks:
@@ -73,7 +76,9 @@ def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
 
 
 def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: int, start: Start) -> Schedule:
-    """Schedule each rank's micro-batches, at most `steps`, in the order given. No step is empty on all ranks."""
+    """Schedule each rank's micro-batches, at most `steps`, in the order given. No step is empty
+    on all ranks.
+    """
     group_of = np.empty(sequences, np.int64)
     first = 0  # a rank with fewer micro-batches than steps starts where the one before it ended
     for rank, column in enumerate(columns):
@@ -85,7 +90,9 @@ def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: i
 
 def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
     times = schedule.loads(weights).max(axis=1)
-    return with_steps(schedule, small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable"))
+    return with_steps(
+        schedule, small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable")
+    )
 
 
 def with_steps(schedule: Schedule, steps: Integers) -> Schedule:
@@ -99,7 +106,8 @@ def to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
     """Within each step, give the heaviest micro-batch to the rank with the least work so far."""
     loads = schedule.loads(weights)
     steps, ranks = loads.shape
-    so_far, numbers = np.zeros(ranks), np.empty((steps, ranks), np.int64)
+    so_far = np.zeros(ranks)
+    numbers = np.empty((steps, ranks), np.int64)
     for step in range(steps):
         receivers = np.argsort(so_far, kind="stable")
         heaviest = np.argsort(-loads[step], kind="stable")
@@ -118,10 +126,14 @@ MOST_LONG_TOGETHER = 4
 
 def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
     """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt."""
-    best, lowest, many = dealt, dealt.time(weights), len(sizes) > MANY
+    best = dealt
+    lowest = dealt.time(weights)
+    many = len(sizes) > MANY
     if lowest <= float(weights.sum()) / request.ranks * (1 + (ENOUGH_OF_MANY if many else AT_THE_BOUND)):
         return dealt
-    enough = time_bound(sizes, weights, request, dealt.steps).time * (1 + (ENOUGH_OF_MANY if many else GOOD_ENOUGH))
+    enough = time_bound(sizes, weights, request, dealt.steps).time * (
+        1 + (ENOUGH_OF_MANY if many else GOOD_ENOUGH)
+    )
     for moves in _VARIANTS:
         if lowest <= enough:
             break
@@ -129,7 +141,8 @@ def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, de
         promising = all(move(filling) for move in moves) and filling.least_time() < lowest * (1 - LEAST_GAIN)
         other = filling.rest_dealt() if promising else None
         if other is not None and other.time(weights) < lowest:
-            best, lowest = other, other.time(weights)
+            best = other
+            lowest = other.time(weights)
     return best
 
 
@@ -145,19 +158,30 @@ def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -
 
 
 class _Filling:
-    """Fill step after step, longest sequences first. left: int64, ascending, the sequences without a place."""
+    """Fill step after step, longest sequences first. left: int64, ascending, the sequences
+    without a place.
+    """
 
     def __init__(self, sizes: Integers, weights: Floats, request: Request, steps: int) -> None:
-        self.left, self.steps_left = np.arange(len(sizes)), steps
-        self._sizes, self._weights, self._request, self._steps = sizes, weights, request, steps
-        self._group_of, self._time = np.full(len(sizes), -1, np.int64), 0.0
+        self.left = np.arange(len(sizes))
+        self.steps_left = steps
+        self._sizes = sizes
+        self._weights = weights
+        self._request = request
+        self._steps = steps
+        self._group_of = np.full(len(sizes), -1, np.int64)
+        self._time = 0.0
 
     def long_steps(self) -> bool:
-        """Fill the steps that long sequences prolong according to the lower bound. Return whether any was filled."""
+        """Fill the steps that long sequences prolong according to the lower bound. Return whether any was
+        filled.
+        """
         return self._longest_with_others(self.bound_of_rest().long_steps)
 
     def above_fair_share(self) -> bool:
-        """Fill steps while the longest sequence left is above the fair share. Return whether any was filled."""
+        """Fill steps while the longest sequence left is above the fair share. Return whether any
+        was filled.
+        """
         while self.steps_left > 1 and len(self.left) and self._weights[self.left[0]] > self._fair_share():
             self._longest_with_others(1)
         return self.steps_left < self._steps
@@ -166,10 +190,14 @@ class _Filling:
         return self._longest_with_others(self.steps_left - 1)
 
     def several_long_together(self) -> bool:
-        """Fill steps to the weight of several of the longest sequences together, while almost no rank waits."""
+        """Fill steps to the weight of several of the longest sequences together, while almost no
+        rank waits.
+        """
         before = self.steps_left
         while self.steps_left > 1 and len(self.left):
-            row = next((row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None)
+            row = next(
+                (row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None
+            )
             if row is None:
                 break
             self._take(row)
@@ -189,8 +217,11 @@ class _Filling:
             return None
         group_of = self._group_of.copy()
         group_of[self.left] = rest + (self._steps - self.steps_left) * self._request.ranks
-        count, caps = self._steps * self._request.ranks, self._request.caps
-        group_of = repair_caps(self._sizes, self._weights, group_of, count, caps.max_tokens, caps.max_sequences)
+        count = self._steps * self._request.ranks
+        caps = self._request.caps
+        group_of = repair_caps(
+            self._sizes, self._weights, group_of, count, caps.max_tokens, caps.max_sequences
+        )
         schedule = Schedule(Grouping(group_of, count), self._steps, "longest_with_others")
         return even_out_within_steps(schedule, self._sizes, self._weights, self._request)
 
@@ -203,7 +234,9 @@ class _Filling:
     def _rest(self) -> Integers | None:
         if len(self.left) <= self.steps_left * self._request.ranks:
             return np.arange(len(self.left))
-        dealt = from_longest_first(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
+        dealt = from_longest_first(
+            self._sizes[self.left], self._weights[self.left], self._request, self.steps_left
+        )
         return None if dealt is None else dealt.grouping.group_of
 
     def _fair_share(self) -> float:
@@ -218,7 +251,8 @@ class _Filling:
     def _row(self, level: float) -> Integers:
         caps = self._request.caps
         limit = level * (1 + TOLERANCE)
-        nowhere, ranks = np.full(len(self._sizes), -1, np.int64), self._request.ranks
+        nowhere = np.full(len(self._sizes), -1, np.int64)
+        ranks = self._request.ranks
         return fill_to_level(
             self.left, self._sizes, self._weights, nowhere, ranks, limit, caps.max_tokens, caps.max_sequences
         )

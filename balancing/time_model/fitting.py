@@ -2,8 +2,9 @@
 
 micro-steps, generations, transfers of a run --terms of the model, linear in what is fitted--> Machine, Efficiency
 
-Each kind of work is fitted by least squares of relative errors, drawn towards the stated values, so that what the runs
-do not show stays as it was: minimise mean (predicted / measured - 1)**2 + PRIOR * mean (value / stated - 1)**2.
+Each kind of work is fitted by least squares of relative errors, drawn towards the stated values, so that what
+the runs do not show stays as it was: minimise mean (predicted / measured - 1)**2 + PRIOR * mean (value /
+stated - 1)**2.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +30,12 @@ Rows = tuple[Floats, Floats]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run showed. micro_steps: float64 [n, 3], tokens, squared tokens and seconds of updates on one rank.
+    """What a run showed. micro_steps: float64 [n, 3], tokens, squared tokens and seconds of updates on one
+    rank.
 
-    generations: each the samples of one step on all engines, which began together, and their seconds. transfers:
-    seconds of each weight transfer. rest: seconds of each step outside of engines, micro-steps and transfers.
+    generations: each the samples of one step on all engines, which began together, and their seconds.
+    transfers: seconds of each weight transfer. rest: seconds of each step outside of engines, micro-steps and
+    transfers.
     """
 
     shape: ModelShape
@@ -43,7 +46,9 @@ class Measured:
     rest: Sequence[float] = ()
 
 
-def fit(runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | None = None) -> tuple[Machine, Efficiency]:
+def fit(
+    runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | None = None
+) -> tuple[Machine, Efficiency]:
     """Fit to all runs together. Different model sizes tell products from overheads.
 
     Roles that had a CPU's memory for themselves show how fast they are, and the others `Machine.contention`.
@@ -52,7 +57,9 @@ def fit(runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | Non
     spread = dict(efficiency.spread)
     crowds: list[float] = []
     for kind, processes, rows_of, names in KINDS:
-        found_rows = [(run.layout.crowded(processes(run.layout)), rows_of(run, machine, efficiency)) for run in runs]
+        found_rows = [
+            (run.layout.crowded(processes(run.layout)), rows_of(run, machine, efficiency)) for run in runs
+        ]
         rows = [(crowded, (x, y / machine.contention**crowded)) for crowded, (x, y) in found_rows if len(y)]
         if rows:
             alone = [row for crowded, row in rows if not crowded]
@@ -60,7 +67,8 @@ def fit(runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | Non
             values, spread[kind] = _fitted(alone or [row for _, row in rows], prior)
             crowds += [float(np.median(y / (x @ values))) for crowded, (x, y) in rows if crowded and alone]
             found: dict[str, Any] = {
-                name: 1 / value if name in INVERSE else value for name, value in zip(names, values, strict=True)
+                name: 1 / value if name in INVERSE else value
+                for name, value in zip(names, values, strict=True)
             }
             shares = {name: value for name, value in found.items() if hasattr(efficiency, name)}
             efficiency = replace(efficiency, **shares)
@@ -93,14 +101,17 @@ def _micro_steps(run: Measured, machine: Machine, efficiency: Efficiency) -> Row
     """On CPUs micro-steps wait for collectives, which are deducted."""
     (tokens, squared, seconds), layout = run.micro_steps.T, run.layout
     if not machine.launches_ahead:
-        gathers, reductions = 2.0 * layout.reshard_after_forward, 1.0 - layout.defer_gradient_reduction
+        gathers = 2.0 * layout.reshard_after_forward
+        reductions = 1.0 - layout.defer_gradient_reduction
         sent, waits = sharding_seconds(run.shape, layout, machine, gathers, reductions)
         seconds = np.maximum(seconds / 3, seconds - sent / efficiency.link - waits)
     return np.stack(micro_step_terms(run.shape, layout, machine, tokens, squared), axis=1), seconds
 
 
 def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
-    """Terms count engine steps, layers of them, requests in them, bytes, and FLOPs where bytes do not hide them."""
+    """Terms count engine steps, layers of them, requests in them, bytes, and FLOPs where bytes do not hide
+    them.
+    """
     rows = []
     for workload, _ in run.generations:
         slots = slots_of(run.shape, run.layout, workload)
@@ -139,4 +150,6 @@ KINDS: tuple[Kind, ...] = (
     ("overheads", lambda layout: 1, _transfers, ("transfer", "weight", "host", "latency", "link")),
     ("training", lambda layout: layout.ranks, _micro_steps, OF_TRAINING),
 )
-"""Kinds of work, their processes, terms, and the fields of Machine and Efficiency that terms are multiplied by."""
+"""Kinds of work, their processes, terms, and the fields of Machine and Efficiency that terms are multiplied
+by.
+"""

@@ -3,8 +3,8 @@
     responses of one engine --slots--> start and end of each, in engine steps --sums--> batch and tokens of every step
     an engine step = max(weights + keys and values read / bandwidth, FLOPs / peak) + host
 
-A running request gets one token in each engine step, so that starts and ends depend only on lengths and slots. Between
-two of these events the batch is constant, and the tokens that it reads grow evenly.
+A running request gets one token in each engine step, so that starts and ends depend only on lengths and
+slots. Between two of these events the batch is constant, and the tokens that it reads grow evenly.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ MOST_SIMULATED = 512
 class Generation:
     """Seconds of a step's generation on the engine with the longest response.
 
-    prefill, decode: until the last response ends, if all begin together. steady: until as many responses end, if
-    engines stay as full as slots and requests allow. busy: mean share of the decode time in which an engine has a
-    request. bound: what an engine step waits for mostly.
+    prefill, decode: until the last response ends, if all begin together. steady: until as many responses end,
+    if engines stay as full as slots and requests allow. busy: mean share of the decode time in which an
+    engine has a request. bound: what an engine step waits for mostly.
     """
 
     prefill: float
@@ -40,7 +40,8 @@ class Generation:
 def engine_step(
     shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency, batch: Floats, tokens: Floats
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return seconds for weights, keys and values, FLOPs, and the host, of `batch` requests that read `tokens` tokens.
+    """Return seconds for weights, keys and values, FLOPs, and the host, of `batch` requests that read
+    `tokens` tokens.
 
     An engine step takes `max(weights + keys and values, FLOPs) + host`, also for arrays.
     """
@@ -58,29 +59,40 @@ def engine_step(
 
 
 def half_way(workload: Workload) -> float:
-    """Return the mean tokens that a running request has sampled: E[R**2] / 2 E[R], as long ones run longer."""
+    """Return the mean tokens that a running request has sampled: E[R**2] / 2 E[R], as long ones
+    run longer.
+    """
     return float((workload.responses**2).mean() / (2 * workload.responses.mean()))
 
 
 def slots_of(shape: ModelShape, layout: Layout, workload: Workload) -> int:
-    """Return the requests that an engine runs at a time: at most max_concurrent, and what its memory holds."""
+    """Return the requests that an engine runs at a time: at most max_concurrent, and what its
+    memory holds.
+    """
     room = layout.engine_gib * 2**30 * layout.engine_tp - shape.parameters * layout.bytes
     prompts = workload.prompts.mean() / (workload.samples_per_prompt if layout.shared_prompts else 1)
-    held = room / (shape.kv * layout.bytes * (half_way(workload) + prompts)) if shape.kv else layout.max_concurrent
+    held = (
+        room / (shape.kv * layout.bytes * (half_way(workload) + prompts))
+        if shape.kv
+        else layout.max_concurrent
+    )
     return int(min(layout.max_concurrent, max(1, held)))
 
 
 @lru_cache(maxsize=4096)
 def _starts(workload: Workload, engines: int, slots: int) -> tuple[Floats, Floats, Floats, float]:
-    """Return prompts, starts and ends of one engine's requests, in engine steps, and how many each stands for.
+    """Return prompts, starts and ends of one engine's requests, in engine steps, and how many each stands
+    for.
 
-    The engine gets every `engines`-th request by length, from the longest on, and begins them in a fixed random order.
+    The engine gets every `engines`-th request by length, from the longest on, and begins them in a fixed
+    random order.
     """
     order = workload.order[::engines]
     weight = -(-len(order) // MOST_SIMULATED)
     order = order[::weight]
     order = np.random.default_rng(0).permutation(order)
-    responses, room = workload.responses[order], max(1, slots // weight)
+    responses = workload.responses[order]
+    room = max(1, slots // weight)
     starts = np.zeros(len(order))
     if len(order) > room:
         ends = responses[:room].tolist()
@@ -101,7 +113,8 @@ def batches(workload: Workload, engines: int, slots: int) -> tuple[Floats, Float
     held = np.concatenate([prompts - starts, starts - prompts])[order] * weight
     times = times[order]
     steps = np.diff(times)
-    running, offset = np.cumsum(change)[:-1], np.cumsum(held)[:-1]
+    running = np.cumsum(change)[:-1]
+    offset = np.cumsum(held)[:-1]
     kept = steps > 0
     middle = (times[:-1] + steps / 2)[kept]
     return steps[kept], running[kept], offset[kept] + running[kept] * middle
@@ -111,7 +124,8 @@ def generation(
     shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
 ) -> Generation:
     """Predict a step's generation."""
-    model, slots = (shape, layout, machine, efficiency), slots_of(shape, layout, workload)
+    model = (shape, layout, machine, efficiency)
+    slots = slots_of(shape, layout, workload)
     steps, running, tokens = batches(workload, layout.engines, slots)
     weights, read, flops, host = engine_step(*model, running, tokens)
     crowd = machine.contention ** layout.crowded(layout.engines * layout.engine_tp)
@@ -120,10 +134,17 @@ def generation(
     prefill = crowd * prefill_flops(shape, workload, machine) / rate
     # Engines that never drain run as many requests as the schedule keeps in flight.
     flight = min(slots, (layout.staleness + 1) * workload.samples / layout.engines)
-    full = engine_step(*model, np.array([flight]), np.array([flight * (workload.prompts.mean() + half_way(workload))]))
+    full = engine_step(
+        *model, np.array([flight]), np.array([flight * (workload.prompts.mean() + half_way(workload))])
+    )
     each = crowd * float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
     steady = each * float(workload.responses.sum()) / layout.engines / flight
-    parts = {"weights": weights, "keys and values": read, "host": host, "FLOPs": np.maximum(flops - weights - read, 0)}
+    parts = {
+        "weights": weights,
+        "keys and values": read,
+        "host": host,
+        "FLOPs": np.maximum(flops - weights - read, 0),
+    }
     bound = max(parts, key=lambda name: float(steps @ parts[name]))
     longest = workload.responses[workload.order[: layout.engines]]
     busy = float(1 - (longest[0] - longest.mean()) / steps.sum())

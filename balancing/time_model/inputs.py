@@ -19,9 +19,10 @@ Placement = Literal["colocated", "apart", "shared_memory"]
 class ModelShape:
     """Counts of a model.
 
-    parameters: all weights. active: weights that a token's products read. experts: number, of which a token uses
-    experts_active. expert_parameters: weights of all experts. attention: forward FLOPs per squared token. kv: numbers
-    that a token keeps in an engine. kv_share: kv heads over heads. trained: parameters with a gradient.
+    parameters: all weights. active: weights that a token's products read. experts: number, of which a token
+    uses experts_active. expert_parameters: weights of all experts. attention: forward FLOPs per squared
+    token. kv: numbers that a token keeps in an engine. kv_share: kv heads over heads. trained: parameters
+    with a gradient.
     """
 
     layers: int
@@ -46,7 +47,8 @@ class ModelShape:
         """Count a Hugging Face config.json. Raises CostModelError for a missing key."""
         fields, (linear, attention) = Fields(config), forward_flops(config)
         layers = count_layers(fields)
-        hidden, words = fields.integer("hidden_size"), fields.integer("vocab_size")
+        hidden = fields.integer("hidden_size")
+        words = fields.integer("vocab_size")
         heads = fields.integer("num_attention_heads", default=1)
         active = linear / 2
         parameters = active + (0 if fields.get("tie_word_embeddings") else hidden * words)
@@ -63,7 +65,8 @@ class ModelShape:
         expert = sum(layer.expert for layer in layers)
         if not expert:
             return shape
-        experts, used = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
+        experts = fields.integer("num_experts")
+        used = fields.integer("num_experts_per_tok")
         return replace(
             shape,
             parameters=parameters + expert * (experts - used),
@@ -78,9 +81,9 @@ class Layout:
     """Where the roles of a run lie, and how ranks share a model.
 
     gpus_per_node: on CPUs its cores. dp, cp, tp, pp, ep, virtual_stages, replicate, reshard_after_forward,
-    defer_gradient_reduction: as in policy.parallel. max_tokens: policy.max_tokens_per_micro_batch. recomputed: share of
-    a forward pass that the backward pass repeats. compiled: layers are compiled. engine_gib: memory of a GPU for an
-    engine, weights included. placement, staleness, window: as in rollout.
+    defer_gradient_reduction: as in policy.parallel. max_tokens: policy.max_tokens_per_micro_batch.
+    recomputed: share of a forward pass that the backward pass repeats. compiled: layers are compiled.
+    engine_gib: memory of a GPU for an engine, weights included. placement, staleness, window: as in rollout.
     """
 
     nodes: int = 1
@@ -123,7 +126,9 @@ class Layout:
         return 4 if self.dtype == "float32" else 2
 
     def crowded(self, processes: int) -> bool:
-        """Return whether a role of so many processes shares its memory with others that compute at the same time."""
+        """Return whether a role of so many processes shares its memory with others that compute at the same
+        time.
+        """
         return self.placement == "shared_memory" and (processes > 1 or self.staleness > 0)
 
 
@@ -131,11 +136,12 @@ class Layout:
 class Workload:
     """The samples of a step, and what is done with them.
 
-    prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates: optimiser
-    steps, over all epochs. forward_passes: without gradient (old log-probs, reference, teacher). trained_models: 2 with
-    a critic. reward_seconds: of a sample, on one of reward_workers. totals: sums of tokens and squared tokens, float64.
-    repeated: the same of prompts but the first of each group. order: rows, longest response first. Raises LengthError
-    unless lengths are whole.
+    prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates:
+    optimiser steps, over all epochs. forward_passes: without gradient (old log-probs, reference, teacher).
+    trained_models: 2 with a critic. reward_seconds: of a sample, on one of reward_workers. totals: sums of
+    tokens and squared tokens, float64.
+    repeated: the same of prompts but the first of each group. order: rows, longest response first. Raises
+    LengthError unless lengths are whole.
     """
 
     prompt_tokens: ArrayLike
@@ -158,8 +164,14 @@ class Workload:
     def __post_init__(self) -> None:
         prompts = whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
         responses = whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
-        lengths, later = prompts + responses, np.arange(len(prompts)) % self.samples_per_prompt > 0
+        lengths = prompts + responses
+        later = np.arange(len(prompts)) % self.samples_per_prompt > 0
         sums = [(float(each.sum()), float((each**2).sum())) for each in (lengths, prompts[later])]
-        counted = {"totals": sums[0], "repeated": sums[1], "samples": len(responses), "longest": float(lengths.max())}
+        counted = {
+            "totals": sums[0],
+            "repeated": sums[1],
+            "samples": len(responses),
+            "longest": float(lengths.max()),
+        }
         order = np.argsort(-responses, kind="stable")
         vars(self).update(counted, prompts=prompts, responses=responses, order=order)

@@ -11,12 +11,13 @@ from balancing.errors import OptionError
 class Machine:
     """One GPU, or one core of a CPU, and what connects it.
 
-    gib: memory. tflops: peak of dense products in bfloat16, tflops32: in float32, in 1e12 FLOP/s. Bandwidths in GB/s:
-    bandwidth (of memory), link (to GPUs of the node, one direction), network (to other nodes, each GPU's share) and
-    host (PCIe). source: of the figures. kv_block: tokens by which engines find shared prompts. In seconds: kernel
-    (launch, which a GPU hides if `launches_ahead`), latency (of a collective), engine_step, engine_layer and
-    engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch (host), phase (start and end).
-    transfer, weight: seconds of a weight transfer besides bytes, and for each weight. sleep: to sleep and wake.
+    gib: memory. tflops: peak of dense products in bfloat16, tflops32: in float32, in 1e12 FLOP/s. Bandwidths
+    in GB/s: bandwidth (of memory), link (to GPUs of the node, one direction), network (to other nodes, each
+    GPU's share) and host (PCIe). source: of the figures. kv_block: tokens by which engines find shared
+    prompts. In seconds: kernel (launch, which a GPU hides if `launches_ahead`), latency (of a collective),
+    engine_step, engine_layer and engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch
+    (host), phase (start and end). transfer, weight: seconds of a weight transfer besides bytes, and for each
+    weight. sleep: to sleep and wake.
     contention: factor of a role's seconds while others compute on the same CPU.
     """
 
@@ -55,7 +56,9 @@ class Machine:
 
 
 TABLE = Path(__file__).parent / "machines.json"
-MACHINES = {name: Machine(name, **fields) for name, fields in json.loads(TABLE.read_text(encoding="utf-8")).items()}
+MACHINES = {
+    name: Machine(name, **fields) for name, fields in json.loads(TABLE.read_text(encoding="utf-8")).items()
+}
 """Machines by name. Each names the source of its figures."""
 
 
@@ -77,12 +80,12 @@ SPREADS = {"generation": 0.35, "training": 0.2, "collectives": 0.4, "overheads":
 class Efficiency:
     """Shares of a machine's peak that kinds of work reach, and `spread`, the relative error of a prediction.
 
-    matmul, attention: of FLOP/s, in training. prefill: of FLOP/s, in engines. elementwise, decode: of memory bandwidth,
-    in training and in engines. link: of bandwidths between GPUs. overlap: share of the computation that hides FSDP2's
-    collectives.
+    matmul, attention: of FLOP/s, in training. prefill: of FLOP/s, in engines. elementwise, decode: of memory
+    bandwidth, in training and in engines. link: of bandwidths between GPUs. overlap: share of the computation
+    that hides FSDP2's collectives.
 
-    Defaults: docs/gpu-benchmark.md and docs/gpu-roofline.md measured matmul, attention (torch's own kernel) and
-    elementwise on an H200. Nothing was measured of the others, which are usual values.
+    Defaults: docs/gpu-benchmark.md and docs/gpu-roofline.md measured matmul, attention (torch's own kernel)
+    and elementwise on an H200. Nothing was measured of the others, which are usual values.
     """
 
     matmul: float = 0.69

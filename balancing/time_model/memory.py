@@ -1,6 +1,7 @@
 """Estimate the GPU memory of a layout by a formula, to search layouts. A dry run of a cluster measures it.
 
-Constants are fits to what `--dry-run --cluster` measures of Qwen2.5 7B and 32B, see tests/balancing/time_model.
+Constants are fits to what `--dry-run --cluster` measures of Qwen2.5 7B and 32B, see
+tests/balancing/time_model.
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,19 @@ GIB = 2**30
 KEPT, FROZEN = 12.0, 4.0
 """Bytes that stay of a trained parameter (weight and two moments in float32), and of a frozen one."""
 ACTIVATIONS = 1.8
-"""Numbers kept of a layer's token for each weight of the layer over the hidden size, without recomputation."""
+"""Numbers kept of a layer's token for each weight of the layer over the hidden size, without
+recomputation.
+"""
 STREAMS = {0.0: 0.0, 0.3: 18.0, 0.8: 2.0, 1.0: 1.0}
-"""Hidden states kept of a layer's token by `Layout.recomputed`. Tensor parallelism shares all but the first."""
+"""Hidden states kept of a layer's token by `Layout.recomputed`. Tensor parallelism shares all but
+the first.
+"""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """trained, frozen: models of the policy's size. chunk: tokens whose logits exist at a time. longest: of an engine's
-    sequence.
+    """trained, frozen: models of the policy's size. chunk: tokens whose logits exist at a time. longest: of
+    an engine's sequence.
     """
 
     trained: int = 1
@@ -31,18 +36,23 @@ class Needs:
 
 def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float, float]:
     """Return GiB of a GPU that the training roles keep between passes, and in the largest pass, an update."""
-    held, words = held_parameters(shape, layout), shape.vocabulary * shape.hidden
+    held = held_parameters(shape, layout)
+    words = shape.vocabulary * shape.hidden
     sharded = layout.dp * layout.cp / layout.replicate
     trained = shape.trained_share * needs.trained
     kept = held / sharded * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
     layers = shape.layers / layout.pp
-    layer, size = max(0.0, held - 2 * words / layout.tp / layout.pp) / layers, layout.bytes
+    layer = max(0.0, held - 2 * words / layout.tp / layout.pp) / layers
+    size = layout.bytes
     gathered = 2 * layer if layout.reshard_after_forward else held
     passing = size * (gathered + 2.5 * words / layout.tp) + 8 * needs.chunk * shape.vocabulary / layout.tp
-    gradients = 4 * layer + 4 * held * shape.trained_share / (1 if layout.defer_gradient_reduction else sharded)
+    gradients = 4 * layer + 4 * held * shape.trained_share / (
+        1 if layout.defer_gradient_reduction else sharded
+    )
     width = (shape.active - words) / shape.layers / shape.hidden  # of all products of a layer
     token = layout.max_tokens * shape.hidden * size
-    whole, streams = ACTIVATIONS * width * token / shape.hidden / layout.tp, STREAMS[layout.recomputed] * token
+    whole = ACTIVATIONS * width * token / shape.hidden / layout.tp
+    streams = STREAMS[layout.recomputed] * token
     streams = streams if layout.recomputed == 1 else streams / layout.tp
     # In a pipeline the first stage keeps as many micro-batches as there are stages.
     activations = shape.layers * streams + whole if layout.recomputed else shape.layers * whole

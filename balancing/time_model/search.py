@@ -3,9 +3,9 @@
     training halves, by seconds --+--> pairs by lower bound --step_time--> layouts by seconds, as many as are asked for
     engine halves, by GPUs -------+
 
-A layout is a training half and an engine half. Each half's seconds depend on it alone, and bound the step from below:
-their sum without staleness, the larger with it. An engine half meets the training halves in the order of their seconds,
-so that a pair is evaluated only when no pair with a lower bound is left.
+A layout is a training half and an engine half. Each half's seconds depend on it alone, and bound the step
+from below: their sum without staleness, the larger with it. An engine half meets the training halves in the
+order of their seconds, so that a pair is evaluated only when no pair with a lower bound is left.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,7 +62,8 @@ def engine_halves(base: Layout, shares: Mapping[str, float]) -> Iterator[tuple[i
 
     shares: GiB of a GPU for an engine, by placement. On several nodes, a node has either ranks or engines.
     """
-    gpus, node = base.nodes * base.gpus_per_node, base.gpus_per_node
+    gpus = base.nodes * base.gpus_per_node
+    node = base.gpus_per_node
     splits = range(node, gpus, node) if base.nodes > 1 else range(1, gpus)
     placed = {"colocated": [(gpus, gpus)], "apart": [(ranks, gpus - ranks) for ranks in splits]}
     for placement, share in shares.items():
@@ -80,7 +81,9 @@ def best_layouts(
     halves: Callable[[int], Iterable[Half]],
     fits: Callable[[Layout], bool],
 ) -> Iterator[tuple[StepTime, Layout]]:
-    """Yield layouts that fit, fastest first. halves: allowed training halves of so many ranks, without duplicates."""
+    """Yield layouts that fit, fastest first. halves: allowed training halves of so many ranks, without
+    duplicates.
+    """
     trainers: dict[int, list[tuple[float, Layout]]] = {}
     bounds: list[tuple[float, int, int]] = []  # (lower bound, engine half, place among its training halves)
     found: list[tuple[float, int, StepTime, Layout]] = []

@@ -4,8 +4,9 @@
     log_probs + update + collectives -------+--> schedule --> step seconds, idle shares, limit
     transfer, sleep_wake, overheads --------+
 
-Without staleness the parts follow each other. With staleness S, the step is the longest of: training, generation on
-engines that stay full, and (slowest group + training) / (S + 1), because a group is in flight for S + 1 steps.
+Without staleness the parts follow each other. With staleness S, the step is the longest of: training,
+generation on engines that stay full, and (slowest group + training) / (S + 1), because a group is in flight
+for S + 1 steps.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,12 @@ from balancing.time_model.machine import Efficiency, Machine
 from balancing.time_model.training import training
 
 ENGINES = {"prefill": "generation", "decode": "generation", "reward": "overheads"}
-TRAINER = {"log_probs": "training", "update": "training", "optimizer": "training", "collectives": "collectives"}
+TRAINER = {
+    "log_probs": "training",
+    "update": "training",
+    "optimizer": "training",
+    "collectives": "collectives",
+}
 TRAINER |= {"other": "overheads"}
 BOTH = {"transfer": "overheads", "sleep_wake": "overheads"}
 """Phases by where they run, with what their error follows, see `Efficiency.spread`."""
@@ -37,7 +43,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Prediction of a step. phases: by name, in the order of a step. trainer_idle, engine_idle: shares of the step.
+    """Prediction of a step. phases: by name, in the order of a step. trainer_idle, engine_idle: shares of the
+    step.
 
     limit: what the step waits for mostly, such as `decode: keys and values`.
     """
@@ -77,11 +84,18 @@ def step_time(
         "other": machine.phase * (3 + (workload.forward_passes > 0)),
     }
     errors = {name: efficiency.spread[kind] for name, kind in (ENGINES | TRAINER | BOTH).items()}
-    phases = {each: Interval(s, s * (1 - errors[each]), s * (1 + errors[each])) for each, s in seconds.items()}
-    steps = [_scheduled({each: phase[i] for each, phase in phases.items()}, made, layout, workload) for i in range(3)]
+    phases = {
+        each: Interval(s, s * (1 - errors[each]), s * (1 + errors[each])) for each, s in seconds.items()
+    }
+    steps = [
+        _scheduled({each: phase[i] for each, phase in phases.items()}, made, layout, workload)
+        for i in range(3)
+    ]
     total, limit = steps[0]
     on_trainer = sum(seconds[name] for name in (*TRAINER, *BOTH))
-    on_engines = (made.prefill + made.decode) * made.busy if not layout.staleness else made.steady + made.prefill
+    on_engines = (
+        (made.prefill + made.decode) * made.busy if not layout.staleness else made.steady + made.prefill
+    )
     bounds = {"decode": made.bound, "update": trained.bound}
     return StepTime(
         phases,
@@ -92,7 +106,9 @@ def step_time(
     )
 
 
-def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, workload: Workload) -> tuple[float, str]:
+def _scheduled(
+    seconds: Mapping[str, float], made: Generation, layout: Layout, workload: Workload
+) -> tuple[float, str]:
     """Return the step's seconds and the phase that limits it."""
     engines, trainer, both = (sum(seconds[name] for name in names) for names in (ENGINES, TRAINER, BOTH))
     if not layout.staleness:
@@ -111,7 +127,9 @@ def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, w
 
 
 def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency) -> float:
-    """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host memory."""
+    """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host
+    memory.
+    """
     _, weights, moved, collectives, sent = transfer_terms(shape, layout, machine)
     near = machine.bandwidth if layout.placement == "colocated" else machine.host
     loaded = 0.0 if layout.placement == "apart" else moved / (near * efficiency.decode)
@@ -119,13 +137,17 @@ def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: E
     return overheads + loaded + collectives * machine.latency + sent / efficiency.link
 
 
-def transfer_terms(shape: ModelShape, layout: Layout, machine: Machine) -> tuple[float, float, float, float, float]:
+def transfer_terms(
+    shape: ModelShape, layout: Layout, machine: Machine
+) -> tuple[float, float, float, float, float]:
     """Return what a transfer's seconds are linear in.
 
-    1, weights, GB that a GPU or host writes and reads to load an engine's weights, collectives (one gathers each
-    weight), and seconds at peak of links.
+    1, weights, GB that a GPU or host writes and reads to load an engine's weights, collectives (one gathers
+    each weight), and seconds at peak of links.
     """
-    size, ranks, sent = shape.parameters * layout.bytes, layout.dp * layout.cp * layout.tp, 0.0
+    size = shape.parameters * layout.bytes
+    ranks = layout.dp * layout.cp * layout.tp
+    sent = 0.0
     if ranks > 1:
         sent = size / machine.bus(ranks, layout.gpus_per_node)
     if layout.placement == "apart":

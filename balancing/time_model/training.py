@@ -1,8 +1,8 @@
 """Predict seconds of a step's passes, optimiser steps and collectives on training ranks.
 
-Constants come from the roofline of whole layers (docs/gpu-roofline.md): bytes that elementwise kernels move for each
-token, layer and hidden unit, and for each parameter of a micro-batch, and kernels of a layer. They are fits to its rows
-of 1.5B, 7B, 32B and 30B-A3B, which agree within 10 %.
+Constants come from the roofline of whole layers (docs/gpu-roofline.md): bytes that elementwise kernels move
+for each token, layer and hidden unit, and for each parameter of a micro-batch, and kernels of a layer. They
+are fits to its rows of 1.5B, 7B, 32B and 30B-A3B, which agree within 10 %.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,17 @@ from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 
 ELEMENTWISE = (600.0, 295.0)
-"""Bytes in half precision that a token moves per layer and hidden unit, forward and backward: eager, compiled."""
+"""Bytes in half precision that a token moves per layer and hidden unit, forward and backward: eager,
+compiled.
+"""
 OF_WORDS = 10.0
 """Bytes that a token's log-probs move per word of the vocabulary, forward and backward."""
 OF_PARAMETERS = 21.0
 """Bytes a parameter of a micro-batch: gathered weights are copied, gradients are cast and added."""
 OF_OPTIMIZER = 36.0
-"""Bytes a parameter of AdamW in float32: read weights, gradient (twice) and moments, write weights and moments."""
+"""Bytes a parameter of AdamW in float32: read weights, gradient (twice) and moments, write weights and
+moments.
+"""
 KERNELS = (160.0, 80.0)
 """Kernels of a layer and micro-batch, forward and backward: eager, compiled."""
 FILL = 0.95
@@ -29,7 +33,9 @@ FILL = 0.95
 
 @dataclass(frozen=True)
 class Training:
-    """Seconds of a step. update, forward: of micro-steps, without collectives. bound: what they wait for mostly."""
+    """Seconds of a step. update, forward: of micro-steps, without collectives. bound: what they wait for
+    mostly.
+    """
 
     update: float
     forward: float
@@ -47,17 +53,22 @@ class Shares(NamedTuple):
 
 
 def shares(layout: Layout, workload: Workload) -> Shares:
-    """Count a rank's part, at least the longest sequence. Prompts count once in every micro-batch that has them."""
+    """Count a rank's part, at least the longest sequence. Prompts count once in every micro-batch that has
+    them.
+    """
     (tokens, squared), (repeated, repeated_squared) = workload.totals, workload.repeated
     if layout.shared_prompts:
-        size, groups = workload.samples_per_prompt, workload.samples / workload.samples_per_prompt
+        size = workload.samples_per_prompt
+        groups = workload.samples / workload.samples_per_prompt
         cap = layout.max_tokens * layout.cp
         group = (tokens - repeated) / groups
         pieces = min(size, max(1.0, group / cap, layout.dp / groups))
         saved = (size - pieces) / max(1, size - 1)
-        tokens, squared = tokens - saved * repeated, squared - saved * repeated_squared
+        tokens = tokens - saved * repeated
+        squared = squared - saved * repeated_squared
     longest = workload.longest
-    tokens, squared = max(tokens / layout.dp, longest), max(squared / layout.dp, longest**2)
+    tokens = max(tokens / layout.dp, longest)
+    squared = max(squared / layout.dp, longest**2)
     each = tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
     return Shares(tokens / layout.cp, squared / layout.cp, max(1, ceil(each)) * workload.updates)
 
@@ -67,19 +78,29 @@ def training(
 ) -> Training:
     """Predict all passes of a step on the busiest rank."""
     part = shares(layout, workload)
-    count, micro = part.micro_batches, max(1, part.micro_batches // workload.updates)
-    terms = micro_step_terms(shape, layout, machine, part.tokens * workload.epochs, part.squared * workload.epochs)
-    products, attention = float(terms[0]) / efficiency.matmul, float(terms[1]) / efficiency.attention
-    held, memory = held_parameters(shape, layout), 1e9 * machine.bandwidth * efficiency.elementwise
+    count = part.micro_batches
+    micro = max(1, part.micro_batches // workload.updates)
+    terms = micro_step_terms(
+        shape, layout, machine, part.tokens * workload.epochs, part.squared * workload.epochs
+    )
+    products = float(terms[0]) / efficiency.matmul
+    attention = float(terms[1]) / efficiency.attention
+    held = held_parameters(shape, layout)
+    memory = 1e9 * machine.bandwidth * efficiency.elementwise
     copies = held * OF_PARAMETERS * count / memory * (layout.dp * layout.cp > 1)
     moved = float(terms[2]) / efficiency.elementwise
     device = {"FLOPs": products, "attention": attention, "memory": moved + copies}
-    computed, launches = sum(device.values()), count * float(terms[3]) * machine.kernel
+    computed = sum(device.values())
+    launches = count * float(terms[3]) * machine.kernel
     bubble = 1 + (layout.pp - 1) / (layout.virtual_stages * micro)
     launches = max(0.0, launches - computed) if machine.launches_ahead else launches
     update = (computed + launches) * bubble + count * machine.micro_batch
     of_products, of_attention = _passes(shape, layout)
-    forward = (products / of_products + attention / of_attention + (moved + launches) / 3) / workload.epochs * bubble
+    forward = (
+        (products / of_products + attention / of_attention + (moved + launches) / 3)
+        / workload.epochs
+        * bubble
+    )
     forward += machine.micro_batch
     device["host"] = launches + count * machine.micro_batch
     states = shape.parameters * shape.trained_share * layout.replicate / layout.ranks
@@ -87,8 +108,11 @@ def training(
     exposed = _collectives(shape, layout, workload, machine, efficiency, part, computed)
     bound = "collectives" if exposed > computed else max(device, key=lambda name: device[name])
     crowd = machine.contention ** layout.crowded(layout.ranks)
-    models, passes = workload.trained_models * crowd, workload.forward_passes * crowd
-    return Training(update * models, forward * passes, exposed * workload.trained_models, optimizer * models, bound)
+    models = workload.trained_models * crowd
+    passes = workload.forward_passes * crowd
+    return Training(
+        update * models, forward * passes, exposed * workload.trained_models, optimizer * models, bound
+    )
 
 
 def micro_step_terms(
@@ -96,10 +120,12 @@ def micro_step_terms(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Return what a micro-step's seconds are linear in, for one rank's forward and backward pass.
 
-    Seconds at peak of products and attention, seconds at peak bandwidth of elementwise kernels, kernels, and 1. Their
-    coefficients are 1 / efficiency, `Machine.kernel` and `Machine.micro_batch`. tokens, squared: of the sequences.
+    Seconds at peak of products and attention, seconds at peak bandwidth of elementwise kernels, kernels, and
+    1. Their coefficients are 1 / efficiency, `Machine.kernel` and `Machine.micro_batch`. tokens, squared: of
+    the sequences.
     """
-    split, peak = layout.tp * layout.pp, machine.flops(layout.dtype)
+    split = layout.tp * layout.pp
+    peak = machine.flops(layout.dtype)
     of_products, of_attention = _passes(shape, layout)
     units = ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden + OF_WORDS * shape.vocabulary
     moved = units * layout.bytes / 2 * (1 + layout.recomputed / 3) / (1e9 * machine.bandwidth)
@@ -114,7 +140,9 @@ def micro_step_terms(
 
 
 def _passes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
-    """Return passes of products and of attention in an update. Frozen weights save products, but no attention."""
+    """Return passes of products and of attention in an update. Frozen weights save products, but no
+    attention.
+    """
     return 2 + layout.recomputed + shape.trained_share, 3 + layout.recomputed
 
 
@@ -129,7 +157,9 @@ def _collectives(
     part: Shares, computed: float,
 ) -> float:  # fmt: skip
     """Return seconds that no computation hides. FSDP2's are hidden, those of tp, cp and ep are not."""
-    count, held, near = part.micro_batches, held_parameters(shape, layout), 1e9 * machine.link * efficiency.link
+    count = part.micro_batches
+    held = held_parameters(shape, layout)
+    near = 1e9 * machine.link * efficiency.link
     gathers = 2 * count if layout.reshard_after_forward else workload.updates
     reductions = workload.updates if layout.defer_gradient_reduction else count
     sent, seconds = sharding_seconds(shape, layout, machine, gathers, reductions)

@@ -1,11 +1,12 @@
-"""`python -m ballast doctor [--config FILE] [--model PATH] [key.sub=value ...]`: check a machine or a cluster.
+"""`python -m ballast doctor [--config FILE] [--model PATH] [key.sub=value ...]`: check a machine or a
+cluster.
 
     settings --> Ray --node_checks--> every node --cluster_checks--> what Ray offers
                      --smoke_test--> all-reduce, then one engine and one rank: update, new weights
                           a line each (`report`): ok, warn or FAIL, what was found, what to change
 
-Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. A failed check does not stop later ones.
-Exit code: 0, or 1 if a check failed. Everything started is stopped.
+Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. A failed check does not stop
+later ones. Exit code: 0, or 1 if a check failed. Everything started is stopped.
 """
 
 import tempfile
@@ -39,7 +40,8 @@ def examine(options: Namespace, report: Report) -> None:
         from ballast.doctor.cluster_checks import check_cluster, check_this_machine
         from controller.observability.console import Console
 
-    checked, connected = config or load(None, ANYWHERE), False
+    checked = config or load(None, ANYWHERE)
+    connected = False
     with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
         with report.guarding("Ray", "see docs/troubleshooting.md", told=False), ExitStack() as stack:
             with looking_at("Ray"):
@@ -52,7 +54,9 @@ def examine(options: Namespace, report: Report) -> None:
 
 
 def configuration(options: Namespace, report: Report) -> Config | None:
-    """Read the run's settings, or only the overrides. Refused settings are a failure, and None if unreadable."""
+    """Read the run's settings, or only the overrides. Refused settings are a failure, and None if
+    unreadable.
+    """
     advice = "python -m controller.fit --config FILE --dry-run explains it"
     config = None
     try:
@@ -72,10 +76,18 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = OneLineParser(
         prog="python -m ballast doctor",
         usage="python -m ballast doctor [--config FILE] [--model PATH] [key.sub=value ...]",
-        description="Check a machine or a cluster before the first run: a line for each finding, exit code 0 or 1.",
+        description=(
+            "Check a machine or a cluster before the first run: a line for each finding, exit code 0 or 1."
+        ),
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's settings: its models and its folder")
-    parser.add_argument("--model", default="", metavar="PATH", help="for the engine and the rank (a tiny random one)")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the run's settings: its models and its folder"
+    )
+    parser.add_argument(
+        "--model", default="", metavar="PATH", help="for the engine and the rank (a tiny random one)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+    )
     return parser.parse_intermixed_args(arguments)

@@ -30,17 +30,21 @@ Node = Mapping[str, Any]
 def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: bool, model: str) -> None:
     """Run every check on a connected Ray.
 
-    of_a_run: also check the run's folder and models. model: folder or name for engine and rank, or empty for a tiny one
-    in `folder`.
+    of_a_run: also check the run's folder and models. model: folder or name for engine and rank, or empty for
+    a tiny one in `folder`.
     """
     nodes: list[Node] = [node for node in ray.nodes() if node["Alive"]]
     gpus_seen = 0
     with report.guarding("nodes", "look at Ray's session folder, logs/"):
         gpus_seen = check_nodes(config, report, nodes, of_a_run)
     report.add(offered(nodes, gpus_seen, config.uses_gpus))
-    with report.guarding("all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"):
+    with report.guarding(
+        "all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"
+    ):
         report.add(smoke_test.all_reduce(config, len(nodes), int(total(nodes, "GPU"))))
-    advice = "Ray's session folder has their logs, logs/worker-*. Start containers with --ipc=host for CUDA IPC"
+    advice = (
+        "Ray's session folder has their logs, logs/worker-*. Start containers with --ipc=host for CUDA IPC"
+    )
     with report.guarding("engine and rank", advice):
         model = model or smoke_test.tiny_model(folder / "model")
         smoke_test.train_two_steps(smoke_test.settings_for(config, model, folder), report)
@@ -54,7 +58,8 @@ def check_this_machine(config: Config, report: Report) -> None:
 
 def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool) -> int:
     """Add findings about all nodes, and return the number of GPUs on nodes that answered."""
-    on_gpus, paths = config.uses_gpus, config.model_paths if of_a_run else {}
+    on_gpus = config.uses_gpus
+    paths = config.model_paths if of_a_run else {}
     with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
         found = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
     report.add(*joined({address: findings for address, (findings, _) in found.items()}))
@@ -63,7 +68,9 @@ def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run:
 
 @contextmanager
 def marked_folder(run_dir: str, report: Report) -> Iterator[str]:
-    """Create run.dir and a marker file that other nodes look for, and remove both afterwards. Yields the file."""
+    """Create run.dir and a marker file that other nodes look for, and remove both afterwards. Yields the
+    file.
+    """
     folder = Path(run_dir).resolve()
     marker = folder / f".doctor-{uuid.uuid4().hex}"
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -96,11 +103,14 @@ def requirements(on_gpus: bool) -> tuple[str, ...]:
     return tuple(name + declared.get(name, "") for name in names if name in declared or not declared)
 
 
-def look_at(nodes: Sequence[Node], needed: Sequence[str], **facts: Any) -> dict[str, tuple[list[Finding], int]]:
+def look_at(
+    nodes: Sequence[Node], needed: Sequence[str], **facts: Any
+) -> dict[str, tuple[list[Finding], int]]:
     """Return each node's findings and number of GPUs by address. needed, facts: arguments of `look`."""
     # Ray would hide all GPUs from a task without GPUs, so it is told to leave the variable alone.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
-    task, refs = ray.remote(look), {}
+    task = ray.remote(look)
+    refs = {}
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         options = task.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment, name="doctor")

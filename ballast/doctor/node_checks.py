@@ -47,7 +47,8 @@ def look(
 ) -> tuple[list[Finding], int]:
     """Check this machine, whose Ray address is `address`. Return its findings and the number of its GPUs.
 
-    requirements: as in pyproject.toml. on_gpus: models run on GPUs. nodes: of the cluster. object_store_gib: Ray's.
+    requirements: as in pyproject.toml. on_gpus: models run on GPUs. nodes: of the cluster. object_store_gib:
+    Ray's.
     marker: file that the driver wrote into run.dir, if any. paths: models by setting.
     """
     cards, problem = gpus()
@@ -67,7 +68,8 @@ def look(
 
 def versions(requirements: Sequence[str]) -> Finding:
     """Compare installed packages with the requirements."""
-    wrong, found = list[str](), list[str]()
+    wrong = list[str]()
+    found = list[str]()
     for requirement in map(Requirement, requirements):
         try:
             version = importlib.metadata.version(requirement.name)
@@ -108,7 +110,9 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
             "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus. For a CUDA build of torch "
             "pip install -e .[vllm], or set resources.device=cpu"
         )
-        return (fail if on_gpus else warn)("GPUs", f"torch cannot use {', '.join(devices) or 'any'}: {problem}", advice)
+        return (fail if on_gpus else warn)(
+            "GPUs", f"torch cannot use {', '.join(devices) or 'any'}: {problem}", advice
+        )
     least = min(cards, key=lambda card: card.free_gib)
     text = f"{len(cards)} x {cards[0].name}, {least.free_gib:.1f} of {least.total_gib:.1f} GiB free"
     if least.free_gib < (1 - OTHERS_SHARE) * least.total_gib:
@@ -117,7 +121,9 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
 
 
 def allocator_findings(cards: Sequence[Gpu]) -> list[Finding]:
-    """Allocate on every GPU in expandable segments, as ranks do, and in fixed ones, as memory for CUDA IPC is."""
+    """Allocate on every GPU in expandable segments, as ranks do, and in fixed ones, as memory for CUDA IPC
+    is.
+    """
     import torch
 
     failed = []
@@ -138,7 +144,8 @@ def allocator_findings(cards: Sequence[Gpu]) -> list[Finding]:
 
 def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Finding:
     """Check /dev/shm, used by Ray's object store and NCCL."""
-    name, text = "/dev/shm", f"{shm_gib:.1f} GiB"
+    name = "/dev/shm"
+    text = f"{shm_gib:.1f} GiB"
     advice = "start containers with --shm-size=16g, on Kubernetes mount an emptyDir of medium Memory there"
     if shm_gib < SMALL_SHM_GIB and gpu_count > 1:
         return fail(name, text, f"NCCL needs it between GPUs; {advice}")
@@ -151,7 +158,9 @@ def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Fi
 def network(address: str, nodes: int) -> Finding:
     """Report the network interface of the node's address, which ranks use."""
     interfaces = psutil.net_if_addrs().items()
-    having = [name for name, found in interfaces if address in {each.address.partition("%")[0] for each in found}]
+    having = [
+        name for name, found in interfaces if address in {each.address.partition("%")[0] for each in found}
+    ]
     text = f"{having[0] if having else 'no interface'} carries {address}"
     if not having:
         return fail("network", text, "start Ray with --node-ip-address of an interface of this node")
@@ -164,14 +173,16 @@ def run_folder(marker: str) -> list[Finding]:
     """Check run.dir, in which the driver wrote `marker`, if any."""
     if not marker:
         return []
-    folder, advice = Path(marker).parent, "put run.dir, as an absolute path, on storage that every node has"
+    folder = Path(marker).parent
+    advice = "put run.dir, as an absolute path, on storage that every node has"
     if not Path(marker).exists():
         return [fail("run.dir", f"{folder} is not the driver's folder of that name", advice)]
     if not os.access(folder, os.W_OK):
         return [fail("run.dir", f"{folder} cannot be written to", advice)]
     free = shutil.disk_usage(folder).free / GIB
     if free < LITTLE_DISK_GIB:
-        text, advice = f"{free:,.0f} GiB free", "a checkpoint takes 12 bytes a parameter. Free some, or set run.dir"
+        text = f"{free:,.0f} GiB free"
+        advice = "a checkpoint takes 12 bytes a parameter. Free some, or set run.dir"
         return [warn("run.dir", text, advice)]
     return [ok("run.dir", f"{free:,.0f} GiB free")]
 

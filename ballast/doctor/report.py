@@ -31,7 +31,9 @@ class Finding:
     @property
     def line(self) -> str:
         """`warn  /dev/shm: 0.1 GiB; start containers with ...`"""
-        return f"{self.status.value:<4}  {self.name}: {self.text}" + (f"; {self.advice}" if self.advice else "")
+        return f"{self.status.value:<4}  {self.name}: {self.text}" + (
+            f"; {self.advice}" if self.advice else ""
+        )
 
 
 def ok(name: str, text: str) -> Finding:

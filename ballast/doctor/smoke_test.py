@@ -35,7 +35,11 @@ SETTINGS = (
     *("run.name=doctor", "run.steps=2", "run.checkpoint_every=0", "run.max_restarts=0"),
     *("tracking.tensorboard=false", "tracking.timeline=false"),
     *("batch.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.workers=1", "rollout.replicas=1"),
-    *("data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=32", "policy.max_tokens_per_micro_batch=2048"),
+    *(
+        "data.max_prompt_tokens=64",
+        "rollout.sampling.max_new_tokens=32",
+        "policy.max_tokens_per_micro_batch=2048",
+    ),
     "policy.optimizer.learning_rate=1e-3",  # large enough to change every log-prob in a step
 )
 ENGINE = {
@@ -57,7 +61,8 @@ class LinkWorker(Worker):
     @dispatch(Split.ALL)
     def time_all_reduce(self, byte_count: int, repeats: int) -> tuple[float, float]:
         """Return (median seconds of an all-reduce, largest sum of a tensor of ones)."""
-        taken, largest = [], 0.0
+        taken = []
+        largest = 0.0
         for _ in range(1 + repeats):
             numbers = torch.ones(byte_count // 4, device=self.device)
             dist.barrier()
@@ -69,11 +74,14 @@ class LinkWorker(Worker):
 
 
 def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
-    """Time an all-reduce over all GPUs, or on CPUs over one rank per node and at least two. Raises as WorkerGroup."""
+    """Time an all-reduce over all GPUs, or on CPUs over one rank per node and at least two. Raises as
+    WorkerGroup.
+    """
     ranks = gpus if config.uses_gpus else max(2, nodes)
     if ranks == 1:
         return ok("all-reduce", "one GPU, no other rank")
-    resources, share = config.resources, Share(config.resources.cpus_per_worker, float(config.uses_gpus))
+    resources = config.resources
+    share = Share(config.resources.cpus_per_worker, float(config.uses_gpus))
     bundle = {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {})
     with ExitStack() as stack:
         bundles = reserve(Pool("doctor", (bundle,) * ranks, "SPREAD"), resources.placement_timeout_s)
@@ -94,8 +102,11 @@ def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
 
 
 def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Finding:
-    """Report the slowest rank's rate, or a wrong sum. Each of n ranks sends and receives 2 (n - 1) / n of its bytes."""
-    ranks, size = len(measured), REDUCED_BYTES[device]
+    """Report the slowest rank's rate, or a wrong sum. Each of n ranks sends and receives 2 (n - 1) / n of its
+    bytes.
+    """
+    ranks = len(measured)
+    size = REDUCED_BYTES[device]
     for rank, (_, total) in enumerate(measured):
         if total != ranks:
             text = f"rank {rank} got {total:g} where {ranks} ones add up to {ranks}"
@@ -103,7 +114,9 @@ def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Findin
     seconds = max(seconds for seconds, _ in measured)
     rate = 2 * (ranks - 1) / ranks * size / seconds / 1e9
     backend = "nccl" if device == "cuda" else "gloo"
-    text = f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
+    text = (
+        f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
+    )
     if device == "cuda" and rate < SLOW_GB_PER_S:
         advice = "NCCL takes a slow path: NCCL_DEBUG=INFO says which. See nvidia-smi topo -m and NCCL_SOCKET_IFNAME"
         return warn("all-reduce", text, advice)
@@ -133,9 +146,13 @@ def tiny_model(folder: Path) -> str:
         initializer_range=0.1,  # large enough that an update moves log-probs
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokens = Tokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    tokens = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>")
+    )
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<eos>", pad_token="<pad>").save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -144,14 +161,19 @@ class _Complete(Exception):  # noqa: N818 - ends the run after its last step, be
 
 
 def settings_for(asked: Config, model: str, folder: Path) -> Config:
-    """Write data and reward into `folder`, and return settings of a run with one rank, one engine and `model`.
+    """Write data and reward into `folder`, and return settings of a run with one rank, one engine and
+    `model`.
 
     Devices, placement and dtype follow `asked`.
     """
     prompts = [{"prompt": string.ascii_letters[row : row + 16]} for row in range(8)]
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
     (folder / "reward.py").write_text(REWARD)
-    files = (f"run.dir={folder}", f"data.train={folder}/train.jsonl", f"reward.function={folder}/reward.py:reward")
+    files = (
+        f"run.dir={folder}",
+        f"data.train={folder}/train.jsonl",
+        f"reward.function={folder}/reward.py:reward",
+    )
     config = load(None, [*SETTINGS, *ENGINE[asked.device], *files, f"model.path={model}"])
     config.resources = asked.resources
     config.rollout.placement, config.model.dtype = asked.rollout.placement, asked.model.dtype
@@ -167,9 +189,12 @@ def train_two_steps(config: Config, report: Report) -> None:
         if number == config.run.steps:
             raise _Complete
 
-    start, quiet = time.monotonic(), Console(rich.console.Console(quiet=True))
+    start = time.monotonic()
+    quiet = Console(rich.console.Console(quiet=True))
     with training(config, read_inputs(config, quiet.note), quiet) as run, suppress(_Complete):
-        report.add(ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}"))
+        report.add(
+            ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}")
+        )
         train(run, step, [keep])
     before, after = steps
     report.add(ok("log-probs before an update", _difference(before, config)))
@@ -177,9 +202,13 @@ def train_two_steps(config: Config, report: Report) -> None:
     if before["policy/grad_norm"] > 0:
         report.add(ok("log-probs after it", text))
     else:
-        report.add(warn("log-probs after it", text, "the update changed nothing to compare. Take another --model"))
+        report.add(
+            warn("log-probs after it", text, "the update changed nothing to compare. Take another --model")
+        )
 
 
 def _difference(metrics: dict[str, float], config: Config) -> str:
     mean, largest = (metrics[f"policy/rollout_mismatch_{name}"] for name in ("mean", "max"))
-    return f"engine and rank differ by {mean:.1e} nats a token, at most {largest:.1e}, in {config.compute_dtype}"
+    return (
+        f"engine and rank differ by {mean:.1e} nats a token, at most {largest:.1e}, in {config.compute_dtype}"
+    )

@@ -1,4 +1,6 @@
-"""Measure what `--cluster` takes as figures of a machine: products, memory and calls of one GPU or CPU thread."""
+"""Measure what `--cluster` takes as figures of a machine: products, memory and calls of one GPU or CPU
+thread.
+"""
 
 import time
 from collections.abc import Callable
@@ -11,13 +13,17 @@ REPEATS = 5
 
 
 def speed(*, cuda: bool) -> Finding:
-    """Return TFLOP/s of a square product, GB/s of a copy (read and written) and microseconds of a small call."""
+    """Return TFLOP/s of a square product, GB/s of a copy (read and written) and microseconds of a
+    small call.
+    """
     device, size = ("cuda", 8192) if cuda else ("cpu", 768)
-    threads, dtype = torch.get_num_threads(), torch.bfloat16 if cuda else torch.float32
+    threads = torch.get_num_threads()
+    dtype = torch.bfloat16 if cuda else torch.float32
     torch.set_num_threads(1)
     try:
         # Not ones: with less to switch, an H200 reaches 830 instead of 738 TFLOP/s.
-        a, small = torch.randn(size, size, device=device, dtype=dtype), torch.ones(1, device=device)
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        small = torch.ones(1, device=device)
         many = torch.ones(2**28 if cuda else 2**25, device=device, dtype=dtype)
         other = torch.empty_like(many)
         tflops = 2 * size**3 / _seconds(lambda: torch.mm(a, a), cuda) / 1e12
@@ -25,7 +31,9 @@ def speed(*, cuda: bool) -> Finding:
         call = _seconds(lambda: [small.add_(1) for _ in range(100)], cuda) / 100
     finally:
         torch.set_num_threads(threads)
-    return ok("speed", f"{tflops:.2g} TFLOP/s in products, {copied:.2g} GB/s of memory, {1e6 * call:.2g} us a call")
+    return ok(
+        "speed", f"{tflops:.2g} TFLOP/s in products, {copied:.2g} GB/s of memory, {1e6 * call:.2g} us a call"
+    )
 
 
 def _seconds(call: Callable[[], object], cuda: bool) -> float:

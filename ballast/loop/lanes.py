@@ -25,7 +25,8 @@ PUMP_SECONDS = 0.05  # until a new call is seen while engines are at work
 class _Order:
     """A round to begin, or work that waits until it may begin and until rounds before it are finished.
 
-    adapter: the LoRA policy that is sampled or published, empty for the only one or the base model, None for all.
+    adapter: the LoRA policy that is sampled or published, empty for the only one or the base model, None for
+    all.
     replaced: returns versions of the policy that the work takes from the engines, None for all.
     """
 
@@ -44,9 +45,11 @@ class _Order:
 class Lanes:
     def __init__(self, engines: EnginePool, *, colocated: bool) -> None:
         """colocated: engines and ranks share GPUs, so that training waits for samples."""
-        self._engines, self._colocated = engines, colocated
+        self._engines = engines
+        self._colocated = colocated
         self._orders: queue.SimpleQueue[_Order | bool] = queue.SimpleQueue()  # True wakes, False ends
-        self._waiting, self._rounds = list[_Order](), list[tuple[SamplingRound, _Order]]()
+        self._waiting = list[_Order]()
+        self._rounds = list[tuple[SamplingRound, _Order]]()
         self._both = threading.Lock()
         self._training = ThreadPoolExecutor(1, "training")
         self._sampling = threading.Thread(target=self._sample_all, name="sampling", daemon=True)
@@ -64,7 +67,8 @@ class Lanes:
         adapter: str | None = None,
         replaced: Callable[[], Collection[int]] | None = None,
     ) -> Future[Found]:
-        """Do work that neither training may overlap nor samples of `adapter`, None for samples of all policies.
+        """Do work that neither training may overlap nor samples of `adapter`, None for samples of all
+        policies.
 
         replaced: see `_Order`.
         """
@@ -108,7 +112,9 @@ class Lanes:
                 order.future.cancel()
 
     def _take_orders(self) -> bool:
-        """Take what was ordered, and wait for it if no round goes on: all that waits then, waits for training."""
+        """Take what was ordered, and wait for it if no round goes on: all that waits then, waits for
+        training.
+        """
         while True:
             try:
                 order = self._orders.get(block=not self._rounds)
@@ -123,7 +129,8 @@ class Lanes:
 
     def _begin(self) -> None:
         """Begin what can begin. Work waits for earlier rounds of its policy, and later ones for the work."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for order in waiting:
             if self._waits(order):
                 self._waiting.append(order)

@@ -6,8 +6,8 @@
         run.step()
         run.publish()                                                         weights to the engines
 
-Calls return futures at once. Training and sampling go on side by side, each in the order of its calls, and `publish`
-waits for both. B sequences of a batch.
+Calls return futures at once. Training and sampling go on side by side, each in the order of its calls, and
+`publish` waits for both. B sequences of a batch.
 """
 
 import itertools
@@ -78,15 +78,24 @@ class _Open:
 
 
 class OpenRun:
-    """A started run, whose loop is the caller's. config: its settings. folder: runs/NAME. tokenizer: of the policy."""
+    """A started run, whose loop is the caller's. config: its settings. folder: runs/NAME. tokenizer: of the
+    policy.
+    """
 
     def __init__(self, run: Run, renderer: Renderer, rules: PromptRules) -> None:
-        self.config, self.folder, self.tokenizer = run.config, run.folder, renderer.tokenizer
-        self._run, self._renderer, self._rules = run, renderer, rules
+        self.config = run.config
+        self.folder = run.folder
+        self.tokenizer = renderer.tokenizer
+        self._run = run
+        self._renderer = renderer
+        self._rules = rules
         self._lanes = Lanes(run.roles.rollouts, colocated=run.config.rollout_placement == "colocated")
         self._own = itertools.count(-2, -1)  # uids of own prompts, apart from places in the stream
-        self._means, self._since, self._step = dict[str, _Mean](), _Open(), ExitStack()
-        self._rows, self._published = list[dict[str, float]](), set[str]()
+        self._means = dict[str, _Mean]()
+        self._since = _Open()
+        self._step = ExitStack()
+        self._rows = list[dict[str, float]]()
+        self._published = set[str]()
         run.record.shows_all = True
         self._begin_step()
 
@@ -103,13 +112,16 @@ class OpenRun:
     def prompts(self, count: int) -> list[Prompt]:
         """Take the next prompts of the configured data. Raises ConfigError without data.train."""
         if not self.config.data.train and not self.config.data.sources:
-            raise ConfigError("data.train is empty: the run has no prompts. Set it, or pass your own to `sample`.")
+            raise ConfigError(
+                "data.train is empty: the run has no prompts. Set it, or pass your own to `sample`."
+            )
         return self._run.buffer.next_prompts(count)
 
     def batch(self, rows: Sequence[Mapping[str, Any]], **columns: Any) -> RemoteBatch:
         """Make a batch of token sequences, for `forward` and `forward_backward`.
 
-        rows: `input_ids`, int [n], `loss_mask`, bool [n], True for tokens to learn, and further token columns, [n].
+        rows: `input_ids`, int [n], `loss_mask`, bool [n], True for tokens to learn, and further token
+        columns, [n].
         columns: [B]. Raises DataError for rows of different columns or lengths.
         """
         uids = [str(next(self._own)) for _ in rows]
@@ -128,17 +140,23 @@ class OpenRun:
     ) -> Future[Samples]:
         """Sample each prompt `n` times, and score the samples by the configured rewards.
 
-        prompts: from `prompts`, token ids, or texts, chat messages and records as in data.train. sampling: replaces
-        rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. record: whether the step's
-        record has them. adapter: a published LoRA policy, or empty for the base model of several. version: of the
-        policy, as `publish` returned it, one of the newest model.lora.versions, None for the newest. Raises DataError
-        for a prompt above data.max_prompt_tokens.
+        prompts: from `prompts`, token ids, or texts, chat messages and records as in data.train. sampling:
+        replaces rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. record:
+        whether the step's record has them. adapter: a published LoRA policy, or empty for the base model of
+        several. version: of the policy, as `publish` returned it, one of the newest model.lora.versions, None
+        for the newest. Raises DataError for a prompt above data.max_prompt_tokens.
         """
         if version is not None and not adapter:
-            raise ConfigError(f"version={version}: only LoRA policies have several. Name one with adapter=...")
+            raise ConfigError(
+                f"version={version}: only LoRA policies have several. Name one with adapter=..."
+            )
         if adapter and adapter not in self._published:
-            raise ConfigError(f"adapter={adapter!r}: the engines do not have it. Call publish(adapter=...) first.")
-        asked, run, step = [self._prompt(prompt) for prompt in prompts], self._run, self.steps + 1
+            raise ConfigError(
+                f"adapter={adapter!r}: the engines do not have it. Call publish(adapter=...) first."
+            )
+        asked = [self._prompt(prompt) for prompt in prompts]
+        run = self._run
+        step = self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in asked}
         settings = sampling or self.config.rollout.sampling
         begin = partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter, version)
@@ -165,9 +183,10 @@ class OpenRun:
     ) -> Future[Passed]:
         """Add the gradient of a loss to those since the last `step`, and return log-probs of the policy.
 
-        loss: a name or settings of a sum (`workers.model.losses.sums`), or of a mean, None for the configured one. A
-        mean counts the whole batch. rows: those to compute in this call, whose gradients add up over calls, however the
-        batch is split. columns: added to the batch, arrays [B] or a list of arrays as long as the sequences.
+        loss: a name or settings of a sum (`workers.model.losses.sums`), or of a mean, None for the configured
+        one. A mean counts the whole batch. rows: those to compute in this call, whose gradients add up over
+        calls, however the batch is split. columns: added to the batch, arrays [B] or a list of arrays as long
+        as the sequences.
 
         Raises ConfigError for means of two batches, whose common denominator no call could know.
         """
@@ -179,12 +198,15 @@ class OpenRun:
         whole = with_columns(batch, columns or {})
         return self._lanes.train(lambda: self._backward(method, whole, chosen, settings, role))
 
-    def step(self, role: str = "policy", *, adapter: str = "", **settings: float | None) -> Future[dict[str, float]]:
+    def step(
+        self, role: str = "policy", *, adapter: str = "", **settings: float | None
+    ) -> Future[dict[str, float]]:
         """Take an optimiser step along the gradients, and record a policy's. settings: see `StepSettings`.
 
         Returns `grad_norm`, `learning_rate`, and `skipped_steps`, 1 if a gradient was not finite.
         """
-        method, given = self._role(role, adapter=adapter), StepSettings(**settings)
+        method = self._role(role, adapter=adapter)
+        given = StepSettings(**settings)
         self._means.pop(f"{role} {adapter}", None)
         return self._lanes.train(lambda: self._take_step(method, given, role))
 
@@ -200,24 +222,32 @@ class OpenRun:
             publish(self._run, adapter)
             return self._run.weight_version
 
-        return self._lanes.both(send, adapter, partial(self._run.roles.rollouts.replaced, adapter) if adapter else None)
+        return self._lanes.both(
+            send, adapter, partial(self._run.roles.rollouts.replaced, adapter) if adapter else None
+        )
 
     def validate(self) -> Future[dict[str, float]]:
-        """Sample and score data.validation with the weights published last. Returns and records the metrics."""
+        """Sample and score data.validation with the weights published last. Returns and records
+        the metrics.
+        """
         return self._lanes.both(lambda: self._run.validate(self.steps))
 
     def save(self, name: str, *, adapter: str = "") -> Future[Path]:
-        """Save weights and optimiser state as runs/NAME/states/`name`, of `adapter` or else of all trained roles."""
-        folder, methods = self.folder / STATES / _checked(name), self._methods(adapter)
+        """Save weights and optimiser state as runs/NAME/states/`name`, of `adapter` or else of all trained
+        roles.
+        """
+        folder = self.folder / STATES / _checked(name)
+        methods = self._methods(adapter)
         return self._lanes.train(lambda: self._save(folder, methods, adapter))
 
     def load(self, name: str, *, optimizer: bool = True, adapter: str = "") -> Future[None]:
         """Load what `save` has saved. optimizer: False begins with a fresh optimiser state.
 
-        adapter: the LoRA policy that takes the state of one, whichever that was, while others stay as they are. The
-        count of steps and the place in the data stay. Engines follow at the next `publish`.
+        adapter: the LoRA policy that takes the state of one, whichever that was, while others stay as they
+        are. The count of steps and the place in the data stay. Engines follow at the next `publish`.
         """
-        folder, methods = self.folder / STATES / _checked(name), self._methods(adapter)
+        folder = self.folder / STATES / _checked(name)
+        methods = self._methods(adapter)
 
         def load() -> None:
             for role, method in methods.items():
@@ -227,7 +257,8 @@ class OpenRun:
 
     def export(self, name: str = "model", *, adapter: str = "") -> Future[Path]:
         """Write the policy in Hugging Face format as runs/NAME/`name`."""
-        folder, method = self.folder / _checked(name), self._role("policy", adapter=adapter)
+        folder = self.folder / _checked(name)
+        method = self._role("policy", adapter=adapter)
         return self._lanes.train(lambda: self._export(method, folder))
 
     def plan(self, batch: RemoteBatch) -> Plan:
@@ -246,11 +277,13 @@ class OpenRun:
         self._run.record.writer.summary(outcome.summary())
 
     def _role(self, role: str, *others: str, adapter: str = "") -> Callable[[str], Any]:
-        """Return a function that finds a role's methods by name, of the LoRA policy `adapter` if there are several.
+        """Return a function that finds a role's methods by name, of the LoRA policy `adapter` if there are
+        several.
 
         Raises ConfigError for a role that the run lacks, and for a policy that has no name or should not.
         """
-        roles, policies = self._run.roles, self.config.model.lora.policies
+        roles = self._run.roles
+        policies = self.config.model.lora.policies
         if bool(adapter) != (role == "policy" and policies > 1):
             fix = "Leave it out" if adapter else "Name the policy"
             raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
@@ -266,12 +299,15 @@ class OpenRun:
         return SumLossConfig(loss) if isinstance(loss, str) else loss
 
     def _count(self, batch: RemoteBatch, rows: np.ndarray, loss: Any, key: str) -> None:
-        """Remember the batch of a mean by `key`. Raises ConfigError for a second batch, or rows that were computed."""
+        """Remember the batch of a mean by `key`. Raises ConfigError for a second batch, or rows that were
+        computed.
+        """
         mean = self._means.setdefault(key, _Mean(batch, np.zeros(len(batch), bool)))
         if mean.batch is not batch:
             raise ConfigError(
-                f"loss={type(loss).__name__}: it is a mean over the batch of an earlier call of this step, and this is "
-                "another. Pass one batch and the rows of each call, or a sum, such as importance_sampling."
+                f"loss={type(loss).__name__}: it is a mean over the batch of an earlier call of this step, "
+                "and this is another. Pass one batch and the rows of each call, or a sum, such as "
+                "importance_sampling."
             )
         if mean.taken[rows].any():
             raise ConfigError("rows: some were computed since the last step. Pass each row once.")
@@ -283,28 +319,39 @@ class OpenRun:
     def _prompt(self, prompt: Any) -> Prompt:
         if isinstance(prompt, Prompt):
             return prompt
-        uid, key = str(next(self._own)), self._rules.prompt_key
-        if isinstance(prompt, np.ndarray) or (isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], Mapping)):
+        uid = str(next(self._own))
+        key = self._rules.prompt_key
+        if isinstance(prompt, np.ndarray) or (
+            isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], Mapping)
+        ):
             ids = self._renderer.checked(list(map(int, prompt)), "the prompt of `sample`")
             return Prompt(uid, np.asarray(ids, np.int32), {key: self.tokenizer.decode(ids)})
         record = dict(prompt) if isinstance(prompt, Mapping) else {key: prompt}
         rules = replace(self._rules, overlong_prompts="error")
-        return replace(PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(0), uid=uid)
+        return replace(
+            PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(0), uid=uid
+        )
 
     def _sampled(self, by_uid: Mapping[str, Prompt], record: bool, found: RolloutBatch) -> Samples:
         buffer = self._run.buffer
         rollout = buffer.shaped(buffer.without_dropped(found))
         batch = with_record_columns(rollout.rows, by_uid, self.config.loss_columns)
         groups = np.unique(batch["uid"], return_inverse=True)[1]
-        batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch)).with_meta(**self._meta())
+        batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch)).with_meta(
+            **self._meta()
+        )
         if record:
             self._since.rollouts.append(rollout)
             self._since.prompts |= by_uid
         return Samples(rollout, batch)
 
     def _asked(self, prompts: Mapping[str, Prompt], uid: str) -> dict[str, str]:
-        columns, key = prompts[uid].columns, self._rules.prompt_key
-        return {"prompt": shown_prompt(columns[key], prompts[uid].image_names), "record": other_columns(columns, key)}
+        columns = prompts[uid].columns
+        key = self._rules.prompt_key
+        return {
+            "prompt": shown_prompt(columns[key], prompts[uid].image_names),
+            "record": other_columns(columns, key),
+        }
 
     def _forward(self, method: Any, batch: RemoteBatch, role: str) -> Passed:
         of = f"{role}.{OUTPUTS[role]}"  # without a KL, a LoRA policy's reference has no limits
@@ -320,11 +367,13 @@ class OpenRun:
         with on_training_roles(self._run, "update"):
             if role == "policy":
                 found = method("forward_backward_log_probs")(part, plan, loss)
-                metrics, tokens = found.metrics, found.tokens
+                metrics = found.metrics
+                tokens = found.tokens
                 self._since.trained = batch
                 self._run.record.plans([plan], lengths=part["length"])
             else:
-                metrics, tokens = method("forward_backward")(part, plan, loss), {}
+                metrics = method("forward_backward")(part, plan, loss)
+                tokens = {}
         if role == "policy":
             self._since.updates.append(metrics)
         return Passed(results(metrics), tokens)
@@ -341,7 +390,9 @@ class OpenRun:
         self._step.enter_context(self._run.record.step(self._run.number, self._run.last_step))
 
     def _end_step(self) -> None:
-        run, since, number = self._run, self._since, self._run.number
+        run = self._run
+        since = self._since
+        number = self._run.number
         self._since = _Open()
         record = run.record
         record.add(prefixed("policy", results(merge(since.updates))))
@@ -413,16 +464,20 @@ def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
     return changed
 
 
-def prepared(config: Config, given: GivenFunctions = NONE_GIVEN) -> Callable[[], AbstractContextManager[OpenRun]]:
-    """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the block.
+def prepared(
+    config: Config, given: GivenFunctions = NONE_GIVEN
+) -> Callable[[], AbstractContextManager[OpenRun]]:
+    """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the
+    block.
 
-    given: functions passed to the call. Neither data nor a reward is needed. Raises as `controller.fit.prepare`.
+    given: functions passed to the call. Neither data nor a reward is needed. Raises as
+    `controller.fit.prepare`.
     """
     check(config, given, needs_data=False)
     if config.rollout.max_staleness:
         raise ConfigError(
-            f"rollout.max_staleness={config.rollout.max_staleness}: your loop decides when to sample and publish. "
-            "Remove it."
+            f"rollout.max_staleness={config.rollout.max_staleness}: your loop decides when to sample and "
+            "publish. Remove it."
         )
 
     def read(log: Log) -> Inputs:
@@ -433,7 +488,9 @@ def prepared(config: Config, given: GivenFunctions = NONE_GIVEN) -> Callable[[],
 
 
 @contextmanager
-def _started(config: Config, inputs: Inputs, console: Console, release: Callable[[], None]) -> Iterator[OpenRun]:
+def _started(
+    config: Config, inputs: Inputs, console: Console, release: Callable[[], None]
+) -> Iterator[OpenRun]:
     with ExitStack() as stack:
         stack.callback(release)
         stack.enter_context(run_log(config.run_folder, console))

@@ -1,4 +1,5 @@
-"""`python -m ballast migrate FILE_OR_COMMAND [--output FILE]`: translate another configuration of RL training.
+"""`python -m ballast migrate FILE_OR_COMMAND [--output FILE]`: translate another configuration of RL
+training.
 
 Reads scripts, commands, Python, YAML and JSON of verl, TRL and others. See `ballast.migrate`.
 """
@@ -16,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ballast migrate",
         usage="python -m ballast migrate FILE_OR_COMMAND [--output FILE [--overwrite]]",
-        description="Translate a configuration of verl, TRL or another system into settings of ours. Nothing is run.",
+        description=(
+            "Translate a configuration of verl, TRL or another system into settings of ours. Nothing is run."
+        ),
     )
     parser.add_argument("--output", type=Path, help="file to write instead of printing the YAML")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --output if it exists")

@@ -34,8 +34,12 @@ class Command:
 
 FIT = Command("controller.fit", Config, "batch.prompts_per_step", "reinforcement learning")
 SFT = Command("controller.sft", SftConfig, "batch.sequences_per_step", "supervised fine-tuning")
-PREFERENCES = Command("controller.preferences", PreferencesConfig, "batch.pairs_per_step", "preference optimisation")
-REWARD_MODEL = Command("controller.reward_model", RewardTrainingConfig, "batch.records_per_step", "a reward model")
+PREFERENCES = Command(
+    "controller.preferences", PreferencesConfig, "batch.pairs_per_step", "preference optimisation"
+)
+REWARD_MODEL = Command(
+    "controller.reward_model", RewardTrainingConfig, "batch.records_per_step", "a reward model"
+)
 EVALUATION = Command("ballast.sampling_commands.evaluate", EvaluateConfig, "", "evaluation")
 DISTILLATION = replace(FIT, title="distillation")
 PPO = replace(FIT, title="PPO with a value model")
@@ -66,9 +70,16 @@ PROGRAMS = (
     ("OpenRLHF", REWARD_MODEL, r"openrlhf\.cli\.train_rm", ()),
     ("TRL", SFT, r"trl sft\b|\w*SFT(?:Config|Trainer)\b|\bsft(?:_\w+)?\.py", ()),
     ("TRL", PREFERENCES, r"trl dpo\b|\w*DPO(?:Config|Trainer)\b|\bdpo(?:_\w+)?\.py", ()),
-    ("TRL", REWARD_MODEL, r"trl reward\b|\w*(?:Reward|PRM)(?:Config|Trainer)\b|\b(?:reward_modeling|prm)\.py", ()),
+    (
+        "TRL",
+        REWARD_MODEL,
+        r"trl reward\b|\w*(?:Reward|PRM)(?:Config|Trainer)\b|\b(?:reward_modeling|prm)\.py",
+        (),
+    ),
 )
-"""System, command, the names of programs and classes, and beginnings of key=value that a recipe of it has all of."""
+"""System, command, the names of programs and classes, and beginnings of key=value that a recipe of it has all
+of.
+"""
 
 NOT_TRANSLATED = (
     ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
@@ -80,15 +91,34 @@ NOT_TRANSLATED = (
 
 BY_KEYS = (
     ("verl", SFT, ("model.partial_pretrain", "data.multiturn.enable", "data.messages_key", "optim.lr")),
-    ("OpenRLHF", PREFERENCES, ("model.beta", "model.ipo_enable", "ref.model_name_or_path", "ref_pretrain", "ipo")),
-    ("OpenRLHF", REWARD_MODEL, ("ds.value_head_prefix", "model.loss_type", "value_head_prefix", "compute_fp32_loss")),
+    (
+        "OpenRLHF",
+        PREFERENCES,
+        ("model.beta", "model.ipo_enable", "ref.model_name_or_path", "ref_pretrain", "ipo"),
+    ),
+    (
+        "OpenRLHF",
+        REWARD_MODEL,
+        ("ds.value_head_prefix", "model.loss_type", "value_head_prefix", "compute_fp32_loss"),
+    ),
     ("OpenRLHF", SFT, ("data.multiturn", "data.output_key", "output_key", "model.pretrain_mode_enable")),
     ("TRL", REWARD_MODEL, ("center_rewards_coefficient",)),
-    ("TRL", PREFERENCES, ("ref_model", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing", "simpo_gamma")),
+    (
+        "TRL",
+        PREFERENCES,
+        ("ref_model", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing", "simpo_gamma"),
+    ),
     (
         "TRL",
         SFT,
-        ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length", "eos_token"),
+        (
+            "packing",
+            "assistant_only_loss",
+            "completion_only_loss",
+            "dataset_text_field",
+            "max_seq_length",
+            "eos_token",
+        ),
     ),
 )
 """Keys that no trainer by reinforcement learning of the system has."""
@@ -117,8 +147,8 @@ def recognise_offline(recipe: Mapping[str, Any]) -> Recognition | None:
         return None
     if match := re.search(REFUSED, program):
         raise ConfigError(
-            f"{match[0]}: no command trains this. Closest are `python -m {PREFERENCES.module}` (dpo, ipo, simpo) and "
-            f"`python -m {FIT.module}`. Start from their --settings."
+            f"{match[0]}: no command trains this. Closest are `python -m {PREFERENCES.module}` (dpo, ipo, "
+            f"simpo) and `python -m {FIT.module}`. Start from their --settings."
         )
     _refuse(recipe, program)
     for system, command, pattern, beginnings in PROGRAMS:
@@ -131,8 +161,8 @@ def _refuse(recipe: Mapping[str, Any], program: str) -> None:
     for system, command, pattern, beginnings in NOT_TRANSLATED:
         if telling := _evidence(recipe, program, pattern, beginnings):
             raise ConfigError(
-                f"{telling}: {system}'s recipe for {command.title}, which migrate does not "
-                f"translate. Write a configuration of `python -m {command.module}`, whose --settings lists its keys."
+                f"{telling}: {system}'s recipe for {command.title}, which migrate does not translate. Write "
+                f"a configuration of `python -m {command.module}`, whose --settings lists its keys."
             )
 
 
@@ -159,8 +189,8 @@ def _by_keys(recipe: Mapping[str, Any]) -> Recognition | None:
     pairs = names & {"data.chosen_key", "chosen_key"}
     if pairs and names & {"adam.lr", "learning_rate"}:
         raise ConfigError(
-            f"{pairs.pop()}: a recipe for pairs, of DPO or a reward model, and no key says which. Give the command's "
-            f"first words too (`openrlhf.cli.train_dpo`), or write one of `python -m {PREFERENCES.module}` or "
-            f"`python -m {REWARD_MODEL.module}`."
+            f"{pairs.pop()}: a recipe for pairs, of DPO or a reward model, and no key says which. Give the "
+            "command's first words too (`openrlhf.cli.train_dpo`), or write one of `python -m "
+            f"{PREFERENCES.module}` or `python -m {REWARD_MODEL.module}`."
         )
     return None

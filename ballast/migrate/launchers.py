@@ -27,15 +27,20 @@ def flags_in_texts(tree: ast.Module) -> str:
 
 
 def _values_by_name(tree: ast.Module) -> dict[str, str]:
-    """Return the constants that are assigned to a name: variables, keyword arguments, defaults of a dataclass."""
+    """Return the constants that are assigned to a name: variables, keyword arguments, defaults of a
+    dataclass.
+    """
     values: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, value = node.targets[0].id, node.value
+            name = node.targets[0].id
+            value = node.value
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            name, value = node.target.id, node.value
+            name = node.target.id
+            value = node.value
         elif isinstance(node, ast.keyword) and node.arg:
-            name, value = node.arg, node.value
+            name = node.arg
+            value = node.value
         else:
             continue
         text = _constant(value, values)
@@ -45,7 +50,9 @@ def _values_by_name(tree: ast.Module) -> dict[str, str]:
 
 
 def _constant(node: ast.expr, values: Mapping[str, str]) -> str | None:
-    """Return the text of a constant, of a known name, of os.environ.get("NAME", default) or of os.path.join."""
+    """Return the text of a constant, of a known name, of os.environ.get("NAME", default) or of
+    os.path.join.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float):
         return str(node.value)
     if isinstance(node, ast.Name):

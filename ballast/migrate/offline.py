@@ -112,7 +112,11 @@ def is_derived(system: str, key: str) -> bool:
 
 
 def derive_offline(
-    system: str, command: Command, theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_decide: list[str]
+    system: str,
+    command: Command,
+    theirs: Mapping[str, Any],
+    ours: MutableMapping[str, Any],
+    to_decide: list[str],
 ) -> None:
     """Add the size of a step and the length of the run, and the open questions to `to_decide`."""
     if system == "TRL":
@@ -131,7 +135,9 @@ def derive_offline(
     if ours.get("run.steps"):
         ours.pop("run.epochs", None)  # steps come first there too
     if int(theirs.get("trainer.nnodes") or 1) > 1 and "policy.data_parallel" in ours:
-        ours["policy.data_parallel"] = int(theirs["trainer.nnodes"]) * int(theirs.get("trainer.n_gpus_per_node") or 8)
+        ours["policy.data_parallel"] = int(theirs["trainer.nnodes"]) * int(
+            theirs.get("trainer.n_gpus_per_node") or 8
+        )
     if isinstance(ours.get("data.train"), list):
         files = ours.pop("data.train")
         ours["data.train"] = files[0]

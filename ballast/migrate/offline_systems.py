@@ -52,7 +52,9 @@ KEYS_OF_SKYRL = (
 SECTIONS_OF_PRIME_RL = re.compile(r"(optim|scheduler|model\.(?:lora|ac|cp|cp_style|ep|dp_replicate))(?=\.|$)")
 TEMPLATE = "policy.tokenizer.chat_template"
 NAMES_OF_DATA = tuple(
-    f"data.{part}.{name}" for part in ("train", "validation") for name in ("data_path", "dataset_name", "split")
+    f"data.{part}.{name}"
+    for part in ("train", "validation")
+    for name in ("data_path", "dataset_name", "split")
 )
 OWN_NAMES = ("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
 
@@ -63,9 +65,11 @@ def _as_it_is(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OfflineSystem:
-    """table: its name, of the rows that come before the system's own. defaults: by their keys, for each command.
+    """table: its name, of the rows that come before the system's own. defaults: by their keys, for each
+    command.
 
-    size: the key of a step's records, where one key says it. keys: whose values do not become a setting directly.
+    size: the key of a step's records, where one key says it. keys: whose values do not become a setting
+    directly.
     """
 
     table: str
@@ -86,16 +90,24 @@ def _derive_nemo_rl(command: Command, theirs: Recipe, ours: Settings, to_decide:
     nemo_rl.set_ranks(theirs, ours)
     template = theirs.get(TEMPLATE)
     if isinstance(template, str) and "{" in template:
-        to_decide.append(f"model.chat_template: the recipe has its own. Write {TEMPLATE} to a file and name it.")
+        to_decide.append(
+            f"model.chat_template: the recipe has its own. Write {TEMPLATE} to a file and name it."
+        )
     elif isinstance(template, str) and template.endswith(".jinja"):
         ours["model.chat_template"] = template
     for part, key in (("train", "data.train"), ("validation", "data.validation")):
         _name_data_of_nemo_rl(theirs, part, key, ours, to_decide)
-    values = {key.rpartition(".")[2]: value for key, value in theirs.items() if key.startswith(("sft.", "dpo.", "rm."))}
+    values = {
+        key.rpartition(".")[2]: value
+        for key, value in theirs.items()
+        if key.startswith(("sft.", "dpo.", "rm."))
+    }
     if records := above_0(values.get("val_batches")) * above_0(values.get("val_global_batch_size")):
         ours["validation.records"] = records
     if above_0(values.get("max_num_steps")) and above_0(values.get("max_num_epochs")):
-        to_decide.append(f"run.steps={values['max_num_steps']}: fewer there, if {values['max_num_epochs']} epochs are.")
+        to_decide.append(
+            f"run.steps={values['max_num_steps']}: fewer there, if {values['max_num_epochs']} epochs are."
+        )
 
 
 def _name_data_of_nemo_rl(theirs: Recipe, part: str, key: str, ours: Settings, to_decide: list[str]) -> None:
@@ -108,7 +120,9 @@ def _name_data_of_nemo_rl(theirs: Recipe, part: str, key: str, ours: Settings, t
         split = theirs.get(f"data.{part}.split") if "." not in str(path).rpartition("/")[2] else None
         ours[key] = f"{path}@{split}" if split else str(path)
     elif name and name not in OWN_NAMES:
-        to_decide.append(f"{key}: NeMo-RL's own data set {name} there. Write its records to a file and name it.")
+        to_decide.append(
+            f"{key}: NeMo-RL's own data set {name} there. Write its records to a file and name it."
+        )
     if others:
         to_decide.append(f"{key}: one file or folder here. Join the others: {', '.join(map(str, others))}.")
 
@@ -130,11 +144,13 @@ def _derive_areal(command: Command, theirs: Recipe, ours: Settings, to_decide: l
     if str(theirs.get("train_dataset.path")) == "openai/gsm8k" and command == SFT:
         ours["data.prompt_key"] = "question"
         ours["data.response_key"] = "answer"
-        to_decide.append("data.train: question and answer as plain text there, here by the model's chat template.")
+        to_decide.append(
+            "data.train: question and answer as plain text there, here by the model's chat template."
+        )
     if command != SFT:
         to_decide.append(
-            "data.prompt_key=prompt: chosen and rejected are whole texts there, and their common beginning is the "
-            "prompt. Set data.prompt_key='' for such records."
+            "data.prompt_key=prompt: chosen and rejected are whole texts there, and their common beginning "
+            "is the prompt. Set data.prompt_key='' for such records."
         )
     if "train_dataset.max_length" not in theirs:
         _ask_for_length(to_decide)
@@ -143,7 +159,9 @@ def _derive_areal(command: Command, theirs: Recipe, ours: Settings, to_decide: l
 
 
 def _ask_for_length(to_decide: list[str]) -> None:
-    to_decide.append("data.max_tokens: without a limit there. 2048 here, longer records are dropped. Set yours.")
+    to_decide.append(
+        "data.max_tokens: without a limit there. 2048 here, longer records are dropped. Set yours."
+    )
 
 
 def _prepare_prime_rl(recipe: Recipe) -> dict[str, Any]:
@@ -160,14 +178,16 @@ def _derive_prime_rl(command: Command, theirs: Recipe, ours: Settings, to_decide
     sharing = ranks_of_a_model(ours)
     nodes = above_0(theirs.get("deployment.num_train_nodes"))
     gpus = nodes * (above_0(theirs.get("deployment.gpus_per_node")) or 8)
-    ours["policy.data_parallel"] = max(1, (gpus or above_0(theirs.get("deployment.num_train_gpus")) or 1) // sharing)
+    ours["policy.data_parallel"] = max(
+        1, (gpus or above_0(theirs.get("deployment.num_train_gpus")) or 1) // sharing
+    )
     length = above_0(theirs.get("data.seq_len"))
     rows = above_0(theirs.get("data.micro_batch_size"))
     if length and rows:
         ours["policy.max_tokens_per_micro_batch"] = -(-length * rows // sharing)
     to_decide.append(
-        f"{command.size}={ours.get(command.size)}: packed rows of {length} tokens there, each of several records. "
-        "Raise it to the number of records."
+        f"{command.size}={ours.get(command.size)}: packed rows of {length} tokens there, each of several "
+        "records. Raise it to the number of records."
     )
     for part, key in (("data", "data.train"), ("val.data", "data.validation")):
         if name := theirs.get(f"{part}.name"):
@@ -175,7 +195,9 @@ def _derive_prime_rl(command: Command, theirs: Recipe, ours: Settings, to_decide
             split, *splits = theirs.get(f"{part}.splits") or ["train"]
             ours[key] = f"{name}{':' * bool(subset)}{subset}@{split}"
             if subsets or splits:
-                to_decide.append(f"{key}={ours[key]}: one part here. Join the others: {', '.join(subsets or splits)}.")
+                to_decide.append(
+                    f"{key}={ours[key]}: one part here. Join the others: {', '.join(subsets or splits)}."
+                )
     ours["data.response_key"] = "completion"  # of records without `messages`
     if "run.steps" not in ours:
         to_decide.append("run.steps: without end there. Set a number.")
@@ -199,7 +221,9 @@ def _derive_roll(command: Command, theirs: Recipe, ours: Settings, to_decide: li
     if train:
         ours["data.train"] = train
     if others:
-        to_decide.append(f"data.train={train}: one file or folder here. Join the others: {', '.join(others)}.")
+        to_decide.append(
+            f"data.train={train}: one file or folder here. Join the others: {', '.join(others)}."
+        )
     set_validation(paths_of(theirs.get("validation.data_args.file_name")), ours, to_decide)
     if command == SFT:
         ours["data.shuffle"] = False
@@ -251,7 +275,9 @@ def _name_data_of_skyrl(theirs: Recipe, part: str, key: str, ours: Settings, to_
     part_of_split, is_sliced, _ = split.partition("[")
     ours[key] = f"{name}@{part_of_split}" if part_of_split else name
     if is_sliced:
-        to_decide.append(f"{key}={ours[key]}: {split} there. Write those records to a file to take them alone.")
+        to_decide.append(
+            f"{key}={ours[key]}: {split} there. Write those records to a file to take them alone."
+        )
     if others:
         to_decide.append(f"{key}={ours[key]}: one data set here. Join the others: {', '.join(others)}.")
 
@@ -289,7 +315,14 @@ OFFLINE_SYSTEMS = {
         _derive_nemo_rl,
         _prepare_nemo_rl,
         size="policy.train_global_batch_size",
-        keys=(TEMPLATE, "data.train", "data.validation", "*.val_batches", "*.val_global_batch_size", *NAMES_OF_DATA),
+        keys=(
+            TEMPLATE,
+            "data.train",
+            "data.validation",
+            "*.val_batches",
+            "*.val_global_batch_size",
+            *NAMES_OF_DATA,
+        ),
     ),
     "AReaL": OfflineSystem(
         "AReaL's SFT, DPO and RW trainers",
@@ -334,7 +367,13 @@ OFFLINE_SYSTEMS = {
             "eval_steps": 10,
         },
         {SFT: {"prompt_key": "instruction", "response_key": "output"}, PREFERENCES: {"max_steps": 500}},
-        keys=(roll.SIZE, roll.ACCUMULATION, roll.FILES, "actor_train.device_mapping", "validation.data_args.file_name"),
+        keys=(
+            roll.SIZE,
+            roll.ACCUMULATION,
+            roll.FILES,
+            "actor_train.device_mapping",
+            "validation.data_args.file_name",
+        ),
     ),
     "SkyRL": OfflineSystem(
         "SkyRL's main_sft",

@@ -1,4 +1,5 @@
-"""Read keys and values of another system's configuration from a shell script, a command, Python, YAML or JSON.
+"""Read keys and values of another system's configuration from a shell script, a command, Python, YAML or
+JSON.
 
 run.sh, "a.b=1 c.d=2", train.py, config.yaml, rl.toml --read_recipe--> {"a.b": 1, "c.d": 2}
 
@@ -35,7 +36,10 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "max": lambda first, second: max(first, second),  # OmegaConf reads a signature, which the builtin lacks
 }
 """Resolvers of NeMo-RL's recipes."""
-LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
+LORA = {
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+}  # LoraConfig's names, as TRL's commands have them
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
 OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub, or files
 FORMATS_OF_FILES = ("json", "parquet")  # of load_dataset, with one file of records that Ballast reads too
@@ -47,8 +51,8 @@ ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
 class Recipe(dict[str, Any]):
     """Keys and values.
 
-    program: the names of programs, modules and classes that stand beside them. notes: lines for the user about what
-    reading could not decide.
+    program: the names of programs, modules and classes that stand beside them. notes: lines for the user
+    about what reading could not decide.
     """
 
     def __init__(self, values: Mapping[str, Any], program: str = "", notes: Sequence[str] = ()) -> None:
@@ -130,7 +134,9 @@ def _with_parents(path: Path, depth: int) -> Any:
     if not parents or not all(parent.is_file() for parent in parents):
         return content  # `defaults` is then listed as a key that is not known
     if not depth:
-        raise ConfigError(f"{path}: defaults={names[0]}: more than {MOST_PARENTS} parents. Is one its own parent?")
+        raise ConfigError(
+            f"{path}: defaults={names[0]}: more than {MOST_PARENTS} parents. Is one its own parent?"
+        )
     content.pop("defaults")
     merged: Any = OmegaConf.create()
     for parent in [*(_with_parents(parent, depth - 1) for parent in parents), content]:
@@ -139,7 +145,9 @@ def _with_parents(path: Path, depth: int) -> Any:
 
 
 def _without_replaced(parent: Any, child: Any) -> Any:
-    """Drop from `parent` the sections that `child` replaces as a whole: marked so, or of another kind there."""
+    """Drop from `parent` the sections that `child` replaces as a whole: marked so, or of another
+    kind there.
+    """
     kept = OmegaConf.create()
     for key in parent:
         before = parent._get_node(key)
@@ -153,19 +161,25 @@ def _without_replaced(parent: Any, child: Any) -> Any:
 
 
 def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
-    """Return `file.py:name` of the functions that a script defines, and `module:name` of those that it imports."""
+    """Return `file.py:name` of the functions that a script defines, and `module:name` of those that it
+    imports.
+    """
     defined = {
         node.name: f"{path}:{node.name}"
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    imported = {alias.asname or alias.name: f"{node.module}:{alias.name}" for node in imports for alias in node.names}
+    imported = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}" for node in imports for alias in node.names
+    }
     return imported | defined
 
 
 def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays code."""
+    """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays
+    code.
+    """
     assigned = {
         node.targets[0].id: node.value
         for node in ast.walk(tree)
@@ -174,16 +188,23 @@ def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[st
     for node in ast.walk(tree):
         name = _called(node)
         if isinstance(node, ast.Call) and CALLS.fullmatch(name):
-            names = {None: "", "args": "", "model": "model_name_or_path"} | (LORA if name == "LoraConfig" else {})
+            names = {None: "", "args": "", "model": "model_name_or_path"} | (
+                LORA if name == "LoraConfig" else {}
+            )
             for keyword in node.keywords:
                 key = names.get(keyword.arg, keyword.arg)
                 if key:
                     data = _data_set(keyword.value, assigned) if key in OF_DATA else ""
-                    yield key, data or _value_in_python(keyword.value, functions if key in OF_FUNCTIONS else {})
+                    yield (
+                        key,
+                        data or _value_in_python(keyword.value, functions if key in OF_FUNCTIONS else {}),
+                    )
 
 
 def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
-    """Return `NAME:CONFIGURATION@SPLIT` of a call of load_dataset, its file, or "". Also of a variable or a split."""
+    """Return `NAME:CONFIGURATION@SPLIT` of a call of load_dataset, its file, or "". Also of a variable or a
+    split.
+    """
     if isinstance(node, ast.Name) and node.id in assigned:
         others = {name: value for name, value in assigned.items() if name != node.id}
         return _data_set(assigned[node.id], others)
@@ -209,7 +230,11 @@ def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
 def _is_one_file(arguments: Mapping[str, str]) -> bool:
     """Whether load_dataset reads all records of one file."""
     file = arguments.get("data_files", "")
-    is_of_records = arguments.get("path") in FORMATS_OF_FILES and arguments.keys() <= {"path", "data_files", "split"}
+    is_of_records = arguments.get("path") in FORMATS_OF_FILES and arguments.keys() <= {
+        "path",
+        "data_files",
+        "split",
+    }
     return is_of_records and arguments.get("split", "train") == "train" and bool(file) and "*" not in file
 
 
@@ -250,7 +275,10 @@ def _notes_on_import(tree: ast.Module, path: Path, arguments: Mapping[str, Any])
     trains = any(_called(node.value) == "train" for node in at_import)
     if not trains or not any(name.startswith(f"{path}:") for name in functions):
         return []
-    return [f"reward.functions: {path.name} trains when it is imported. Move the functions into a file of their own."]
+    return [
+        f"reward.functions: {path.name} trains when it is imported. Move the functions into a file of their "
+        "own."
+    ]
 
 
 def _as_names(value: Any) -> list[Any]:
@@ -325,7 +353,9 @@ def typed(text: str) -> Any:
     if not text or text.lower() in ("no", "yes", "on", "off"):  # booleans of YAML 1.1 alone
         return text
     try:
-        value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
+        value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))[
+            "value"
+        ]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
         return text
     return None if value == "None" else value

@@ -12,7 +12,11 @@ import pyarrow.parquet
 Recipe = Mapping[str, Any]
 Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
-JOB_FLAGS = ("address", "runtime-env-json", "working-dir")  # of `ray job submit`, in whose command a recipe stands
+JOB_FLAGS = (
+    "address",
+    "runtime-env-json",
+    "working-dir",
+)  # of `ray job submit`, in whose command a recipe stands
 TOOLS = "tools.py"
 ENVIRONMENT = "environment.py:Environment"
 PLACES_OF_EPISODES = (TOOLS, ENVIRONMENT)
@@ -45,20 +49,31 @@ def count(recipe: Recipe, key: str, default: int, to_decide: list[str]) -> int:
 
 
 def add_mini_batches(
-    recipe: Recipe, settings: Settings, to_decide: list[str], size_key: str, prompts_key: str, samples_key: str
+    recipe: Recipe,
+    settings: Settings,
+    to_decide: list[str],
+    size_key: str,
+    prompts_key: str,
+    samples_key: str,
 ) -> None:
-    """Divide the size of a step by the size of a mini-batch, in sequences, or in prompts without `samples_key`."""
+    """Divide the size of a step by the size of a mini-batch, in sequences, or in prompts without
+    `samples_key`.
+    """
     if size_key not in recipe:
         return
     size, *of_a_step = (above_0(recipe.get(key)) for key in (size_key, prompts_key, samples_key) if key)
     if not size or 0 in of_a_step:
         named = ", ".join(key for key in (size_key, prompts_key, samples_key) if key)
-        to_decide.append(f"batch.mini_batches: {size_key}={recipe[size_key]} needs whole numbers above 0 of {named}.")
+        to_decide.append(
+            f"batch.mini_batches: {size_key}={recipe[size_key]} needs whole numbers above 0 of {named}."
+        )
         return
     step = math.prod(of_a_step)
     mini_batches = settings["batch.mini_batches"] = max(1, round(step / size))
     if step % size:
-        to_decide.append(f"batch.mini_batches={mini_batches}: a step of {step} is not a multiple of {size_key}={size}.")
+        to_decide.append(
+            f"batch.mini_batches={mini_batches}: a step of {step} is not a multiple of {size_key}={size}."
+        )
 
 
 def updates_of_a_step(settings: Settings) -> int:
@@ -90,8 +105,8 @@ def ask_for_ratios(settings: Settings, to_decide: list[str]) -> None:
     correction = "algorithm.loss.rollout_correction.weights"
     if settings.get("rollout.max_staleness") and settings.get(correction, "none") == "none":
         to_decide.append(
-            f"{correction}: ratios begin at the sampler's log-probs here, at the policy's before the step there. "
-            "`token` begins as there, with weights."
+            f"{correction}: ratios begin at the sampler's log-probs here, at the policy's before the step "
+            "there. `token` begins as there, with weights."
         )
 
 
@@ -126,8 +141,8 @@ def ask_for_critics_size(policy: Any, critic: Any, settings: Settings, to_decide
     """policy, critic: prompts of a mini-batch."""
     if settings.get("algorithm.advantage") == "gae" and critic != policy:
         to_decide.append(
-            f"batch.mini_batches: of policy and critic. There {policy} prompts of the policy's and {critic} of the "
-            "critic's. Choose one."
+            f"batch.mini_batches: of policy and critic. There {policy} prompts of the policy's and {critic} "
+            "of the critic's. Choose one."
         )
 
 
@@ -156,7 +171,9 @@ def shares_of(paths: Sequence[str], to_decide: list[str]) -> dict[str, float]:
     sizes = [_records_of(Path(path).expanduser()) for path in paths]
     if all(sizes):
         return dict(zip(paths, map(float, sizes), strict=True))
-    to_decide.append("data.sources: equal weights here, a joined file there. Set each to its number of records.")
+    to_decide.append(
+        "data.sources: equal weights here, a joined file there. Set each to its number of records."
+    )
     return dict.fromkeys(paths, 1.0)
 
 
@@ -176,12 +193,19 @@ def ask_for_steps(epochs: Any, settings: Settings, to_decide: list[str]) -> None
     """Say how steps follow from epochs, unless they are set."""
     if "run.steps" not in settings:
         prompts = settings.get("batch.prompts_per_step", "batch.prompts_per_step")
-        to_decide.append(f"run.steps: {epochs} epochs are {epochs} x the number of records / {prompts} steps.")
+        to_decide.append(
+            f"run.steps: {epochs} epochs are {epochs} x the number of records / {prompts} steps."
+        )
 
 
 def fit_cap(settings: Settings, to_decide: list[str]) -> None:
-    """Set a cap of micro-batches that the longest sequence goes into: other systems' caps bound no single sequence."""
-    lengths = [settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.sampling.max_new_tokens", 1024)]
+    """Set a cap of micro-batches that the longest sequence goes into: other systems' caps bound no single
+    sequence.
+    """
+    lengths = [
+        settings.get("data.max_prompt_tokens", 1024),
+        settings.get("rollout.sampling.max_new_tokens", 1024),
+    ]
     cap = settings.get("policy.max_tokens_per_micro_batch")
     if not all(map(above_0, lengths)) or (cap is not None and not above_0(cap)):
         return
@@ -197,6 +221,6 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
     elif cap < of_a_rank:
         settings["policy.max_tokens_per_micro_batch"] = of_a_rank
         to_decide.append(
-            f"policy.max_tokens_per_micro_batch={of_a_rank}: {cap} there, where a longer sequence is alone. The "
-            "longest goes into it."
+            f"policy.max_tokens_per_micro_batch={of_a_rank}: {cap} there, where a longer sequence is alone. "
+            "The longest goes into it."
         )

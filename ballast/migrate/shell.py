@@ -1,4 +1,5 @@
-"""Read the words of a shell script's commands, with its variables, defaults, arithmetic and conditions. Nothing is run.
+"""Read the words of a shell script's commands, with its variables, defaults, arithmetic and conditions.
+Nothing is run.
 
 run.sh --ShellScript--> words, by line; notes: what could not be decided without a shell
 """
@@ -44,8 +45,8 @@ MOST_NESTED = 8  # defaults inside of defaults
 class Branch:
     """An `if` that has begun.
 
-    is_read: the words of its present part. was_taken: a part before was; None: unknown. note: for the user, where the
-    words of a part have flags and only a shell knows whether it is taken.
+    is_read: the words of its present part. was_taken: a part before was; None: unknown. note: for the user,
+    where the words of a part have flags and only a shell knows whether it is taken.
     """
 
     is_read: bool
@@ -63,7 +64,9 @@ class ShellScript:
         self.notes: list[str] = []
 
     def words(self) -> Iterator[str]:
-        """Yield the words of all commands that are reached, and a line break behind each. ValueError: an open quote."""
+        """Yield the words of all commands that are reached, and a line break behind each. ValueError: an open
+        quote.
+        """
         unfinished = ""
         for line in self.text.splitlines():
             unfinished += line

@@ -33,7 +33,11 @@ INSTEAD = {
     "data.train": ("data.sources",),
     "reward.function": ("rollout.environment", "reward.functions", "reward.model.path"),
 }
-PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
+PLACEHOLDERS = {
+    "model.path": "models/policy",
+    "data.train": "data/train.jsonl",
+    "reward.function": "reward.py:reward",
+}
 
 MARKS = {
     "verl": ("actor_rollout_ref.",),
@@ -50,7 +54,8 @@ class Migration:
 
     open: for the user to decide. differs: done differently here.
 
-    defaults: settings that keep the other system's default, with the reason. without: keys without a counterpart.
+    defaults: settings that keep the other system's default, with the reason. without: keys without a
+    counterpart.
     unknown: keys in no row.
     """
 
@@ -77,7 +82,8 @@ class Migration:
             "not known to this version, left out": self.unknown,
         }
         lines = [
-            f"# From {self.system}, by `ballast migrate`, for `python -m {self.command.module} --config FILE`.",
+            f"# From {self.system}, by `ballast migrate`, for `python -m {self.command.module} --config "
+            "FILE`.",
             f"# Recognised by {self.evidence}.",
         ]
         for title, entries in lists.items():
@@ -85,7 +91,9 @@ class Migration:
         nested = OmegaConf.create()
         for key in filter(self.settings.__contains__, self.command.known):
             OmegaConf.update(nested, key, self.settings[key], force_add=True)
-        text = yaml.safe_dump(OmegaConf.to_container(nested), sort_keys=False, default_flow_style=None, width=100)
+        text = yaml.safe_dump(
+            OmegaConf.to_container(nested), sort_keys=False, default_flow_style=None, width=100
+        )
         return "\n".join(lines) + "\n" + text
 
 
@@ -120,7 +128,9 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
 
 
 def _name_switched_off(recipe: Mapping[str, Any], prepared: Mapping[str, Any], migration: Migration) -> None:
-    """List keys that are read by nothing there. A key of another name with the same value has replaced its own."""
+    """List keys that are read by nothing there. A key of another name with the same value has replaced its
+    own.
+    """
     renamed_values = [value for key, value in prepared.items() if key not in recipe]
     off = [key for key, value in recipe.items() if key not in prepared and value not in renamed_values]
     if off:
@@ -176,9 +186,13 @@ def _system(recipe: Mapping[str, Any]) -> tuple[str, str]:
     }  # the names of other systems' keys are ends or parts of these
     system = max(counts, key=lambda name: (marks.get(name, 0), counts[name]))
     if not counts[system]:
-        raise ConfigError(f"{', '.join(list(recipe)[:3])}: not keys of a known system. Known are {', '.join(counts)}.")
+        raise ConfigError(
+            f"{', '.join(list(recipe)[:3])}: not keys of a known system. Known are {', '.join(counts)}."
+        )
     telling = [key for key in recipe if key.startswith(MARKS.get(system, ()))]
-    telling = telling or [key for key in recipe if any(_matches(row, key) for row in ROWS if row.system == system)]
+    telling = telling or [
+        key for key in recipe if any(_matches(row, key) for row in ROWS if row.system == system)
+    ]
     more = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
     return system, f"{', '.join(telling[:3])}{more}, {counts[system]} of {len(recipe)} keys"
 
@@ -202,8 +216,12 @@ def _rows(
         else:
             migration.unknown.append(f"{theirs}={text_of(value)}")
     named = {row.key for _, _, row, _ in found}
-    found += [(row.key, typed(row.default), row, False) for row in of_system if row.default and row.key not in named]
-    return sorted(found, key=lambda each: (bool({"true", "false"} & set(each[2].values)), each[3], -len(each[2].here)))
+    found += [
+        (row.key, typed(row.default), row, False) for row in of_system if row.default and row.key not in named
+    ]
+    return sorted(
+        found, key=lambda each: (bool({"true", "false"} & set(each[2].values)), each[3], -len(each[2].here))
+    )
 
 
 def text_of(value: Any) -> str:
@@ -255,7 +273,9 @@ def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -
     known = migration.command.known
     takes = partial(_takes, known)
     values = value if is_list and not all(map(takes, row.here, [value])) else [value] * len(row.here)
-    changes = {key: one for key, one in zip(row.here, values, strict=True) if key in known and takes(key, one)}
+    changes = {
+        key: one for key, one in zip(row.here, values, strict=True) if key in known and takes(key, one)
+    }
     if len(changes) < len(row.here):
         migration.open.append(f"{shown}: {row.answer}, which does not take this value.")
         return {}

@@ -30,22 +30,36 @@ def _show(arguments: Sequence[str] | None) -> None:
     parser = OneLineParser(prog="python -m ballast show", description="What the samples of a run said.")
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--step", type=int, metavar="N", help="step to show (the last)")
-    parser.add_argument("--session", type=int, metavar="K", help="sample to draw, by its number in the step's table")
-    parser.add_argument("--validation", action="store_true", help="held-out responses instead of training samples")
+    parser.add_argument(
+        "--session", type=int, metavar="K", help="sample to draw, by its number in the step's table"
+    )
+    parser.add_argument(
+        "--validation", action="store_true", help="held-out responses instead of training samples"
+    )
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: there is no such folder. Give a folder like runs/NAME.")
-    run, step, number = RunFolder(options.folder), options.step, options.session
+    run = RunFolder(options.folder)
+    step = options.step
+    number = options.session
     steps = run.validated_steps if options.validation else sorted({row["step"] for row in run.samples})
     step = max(steps, default=0) if step is None else step
-    found = run.validation(step) if options.validation else (row for row in run.samples if row["step"] == step)
+    found = (
+        run.validation(step) if options.validation else (row for row in run.samples if row["step"] == step)
+    )
     rows = list(filter(is_whole, found))
     if not rows:
-        known = f"Recorded are {steps[0]} to {steps[-1]}" if steps else "Name the folder of a run that has made steps"
+        known = (
+            f"Recorded are {steps[0]} to {steps[-1]}"
+            if steps
+            else "Name the folder of a run that has made steps"
+        )
         raise DataError(f"--step={step}: {run.path} has no samples of it. {known}.")
     title = f"{'validation at ' * options.validation}step {step}"
     if number is not None and not 0 < number <= len(rows):
-        raise DataError(f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}.")
+        raise DataError(
+            f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}."
+        )
     shown = _table(title, rows) if number is None else drawn(rows[number - 1], f"{title}, session {number}")
     plain_console(sys.stdout).print(shown, soft_wrap=False)
 

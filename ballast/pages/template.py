@@ -21,8 +21,12 @@ TIMEOUT_S = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the page. Return 0, 1 if the template refuses a message, or 2 with one line if there is no page."""
-    parser = argparse.ArgumentParser(prog="ballast template", description="What a chat template does to turns.")
+    """Print the page. Return 0, 1 if the template refuses a message, or 2 with one line if there
+    is no page.
+    """
+    parser = argparse.ArgumentParser(
+        prog="ballast template", description="What a chat template does to turns."
+    )
     parser.add_argument("source", metavar="MODEL_OR_FILE", help="a model's folder or name, or a Jinja file")
     parser.add_argument("arguments", metavar="name=value", nargs="*", help="variables of the template")
     given = parser.parse_args(None if arguments is None else list(arguments))
@@ -30,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = dict(map(_argument, given.arguments))
         is_file = Path(given.source).is_file()
         model = None if is_file else read_model_files(given.source, "MODEL")
-        template = template_of(model.folder) if model else Template(read_template(given.source, "FILE"), PLACEHOLDERS)
+        template = (
+            template_of(model.folder)
+            if model
+            else Template(read_template(given.source, "FILE"), PLACEHOLDERS)
+        )
         if template is None:
             raise ConfigError(f"MODEL={given.source}: the model has no chat template. Name a Jinja file.")
         found = examine(template, [], options, f"the chat template of {given.source}", TIMEOUT_S, model)

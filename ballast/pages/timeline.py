@@ -1,4 +1,6 @@
-"""`python -m ballast timeline runs/NAME [--steps 3-5] [--output trace.json]`: trace a run for Perfetto or Chrome."""
+"""`python -m ballast timeline runs/NAME [--steps 3-5] [--output trace.json]`: trace a run for Perfetto or
+Chrome.
+"""
 
 import re
 import sys
@@ -26,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _trace(arguments: Sequence[str] | None) -> None:
     parser = OneLineParser(prog="python -m ballast timeline", description="A run as a Perfetto trace.")
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
-    parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
+    parser.add_argument(
+        "--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)"
+    )
     parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
     options = parser.parse_args(arguments)
     if options.output and options.output.exists():

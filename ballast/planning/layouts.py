@@ -2,9 +2,9 @@
 
     Config, Cluster --rules, memory by formula--> balancing.time_model.search --preflight--> the best ten
 
-Searched: data, context, tensor, pipeline and expert parallelism, replicas of the model, checkpointing, engines and
-their tensor parallelism, placement and staleness. A setting given as an override keeps its value. All else is as in
-FILE. Memory is a formula: try the layout that you take with `--dry-run --cluster`.
+Searched: data, context, tensor, pipeline and expert parallelism, replicas of the model, checkpointing,
+engines and their tensor parallelism, placement and staleness. A setting given as an override keeps its value.
+All else is as in FILE. Memory is a formula: try the layout that you take with `--dry-run --cluster`.
 """
 
 import sys
@@ -36,7 +36,9 @@ from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import expert_count, features_of_file, is_recurrent
 from workers.model.rules.model_rules import check_context_parallel, check_experts, check_tensor_parallel
 
-COMMAND = Command("ballast.planning.layouts", "Find the fastest layouts of a run.", Config, describes_clusters=True)
+COMMAND = Command(
+    "ballast.planning.layouts", "Find the fastest layouts of a run.", Config, describes_clusters=True
+)
 USAGE = (
     "python -m ballast layout --config FILE --cluster NODES [--write FILE [--take N]] [--lengths runs/NAME] "
     "[--response-tokens DISTRIBUTION] [--measured runs/NAME] [key.sub=value ...]"
@@ -57,7 +59,9 @@ SETTINGS = {
     "rollout.placement": "placement",
     "rollout.max_staleness": "staleness",
 }
-"""Fields of a Layout by setting. model.gradient_checkpointing is `recomputed`, of layers that may be compiled."""
+"""Fields of a Layout by setting. model.gradient_checkpointing is `recomputed`, of layers that may be
+compiled.
+"""
 CHECKPOINTING_OF = {0.0: "none", 0.3: "selective", 0.8: "selective", 1.0: "full"}
 
 
@@ -67,13 +71,17 @@ class LayoutSearch:
     def __init__(self, request: Arguments) -> None:
         assert request.cluster is not None
         if not request.cluster.gpu:
-            raise ConfigError("--cluster: layouts are searched on GPUs. Name them, as in nodes=8,gpus=8,gpu=H100.")
+            raise ConfigError(
+                "--cluster: layouts are searched on GPUs. Name them, as in nodes=8,gpus=8,gpu=H100."
+            )
         if request.cluster.nodes * request.cluster.gpus > MOST_GPUS:
             raise ConfigError(
-                f"--cluster: layouts are searched for at most {MOST_GPUS:,} GPUs, which takes half a minute. Describe "
-                "fewer nodes, and raise policy.parallel.replicate in the layout."
+                f"--cluster: layouts are searched for at most {MOST_GPUS:,} GPUs, which takes half a "
+                "minute. Describe fewer nodes, and raise policy.parallel.replicate in the layout."
             )
-        self._request, self._cluster, self._gib = request, request.cluster, USABLE_SHARE * request.cluster.gpu_gib
+        self._request = request
+        self._cluster = request.cluster
+        self._gib = USABLE_SHARE * request.cluster.gpu_gib
         self.config = load(request.config, request.overrides)
         run_on(self.config, self._cluster)
         fetch_description(self.config.model.path, "model.path", print)
@@ -92,11 +100,17 @@ class LayoutSearch:
     def best(self) -> Iterator[tuple[StepTime, Layout, Config]]:
         """Yield layouts that the run's own checks allow, fastest first."""
         base = replace(layout_of(self.config, self._cluster), compiled=self.config.model.compile != "never")
-        shares = {name: self.config.rollout.gpu_share(name) * self._cluster.gpu_gib for name in ("colocated", "apart")}
+        shares = {
+            name: self.config.rollout.gpu_share(name) * self._cluster.gpu_gib
+            for name in ("colocated", "apart")
+        }
         engines = [
-            (ranks, half) for ranks, half in engine_halves(base, shares) if self._serves(replace(base, **half), half)
+            (ranks, half)
+            for ranks, half in engine_halves(base, shares)
+            if self._serves(replace(base, **half), half)
         ]
-        halves, streams = partial(self._halves, base), []
+        halves = partial(self._halves, base)
+        streams = []
         for ahead, problem in self._problems.items():
             placed = [(ranks, half) for ranks, half in engines if bool(half["staleness"]) is ahead]
             streams.append(best_layouts(problem, base, placed, halves, self._fits))
@@ -129,13 +143,18 @@ class LayoutSearch:
                         break
 
     def _keeps(self, layout: Layout, half: Half) -> bool:
-        """Return whether a half of a layout has the values that overrides give. `auto` and no engines are free."""
+        """Return whether a half of a layout has the values that overrides give. `auto` and no engines are
+        free.
+        """
         given = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed}
         free = {"engines": 0, "placement": "auto"}
-        return all(given[name] in (getattr(layout, name), free.get(name)) for name in given.keys() & half.keys())
+        return all(
+            given[name] in (getattr(layout, name), free.get(name)) for name in given.keys() & half.keys()
+        )
 
     def _allows(self, layout: Layout) -> bool:
-        config, text = self.config, self._text
+        config = self.config
+        text = self._text
         method = config.policy.parallel.context_parallel_method
         parallel = ParallelConfig(
             context_parallel=layout.cp,
@@ -144,7 +163,8 @@ class LayoutSearch:
             pipeline_parallel=layout.pp,
             expert_parallel=layout.ep,
         )
-        heads, features = text.get("num_attention_heads"), features_of_file(text)
+        heads = text.get("num_attention_heads")
+        features = features_of_file(text)
         longest = -(-config.longest_sequence // layout.cp)
         try:
             check_context_parallel(parallel, "", recurrent=is_recurrent(text), heads=heads, features=features)
@@ -157,10 +177,13 @@ class LayoutSearch:
         return learns and fits and layout.pp * layout.virtual_stages <= self._problem.shape.layers
 
     def _serves(self, layout: Layout, half: Half) -> bool:
-        heads, tp = self._text.get("num_attention_heads", 1), layout.engine_tp
+        heads = self._text.get("num_attention_heads", 1)
+        tp = layout.engine_tp
         pairs = self._text.get("num_key_value_heads") or heads
         divides = heads % tp == 0 and (pairs % tp == 0 or tp % pairs == 0)
-        return self._keeps(layout, half) and divides and engine_holds(self._problem.shape, layout, self._needs)
+        return (
+            self._keeps(layout, half) and divides and engine_holds(self._problem.shape, layout, self._needs)
+        )
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
@@ -176,7 +199,9 @@ def with_layout(config: Config, layout: Layout) -> Config:
 def lines_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> list[str]:
     """Describe a layout in two lines of at most 80 characters."""
     names = ("dp", "cp", "tp", "pp", "ep", "replicate")
-    degrees = " ".join(f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1 or name == "dp")
+    degrees = " ".join(
+        f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1 or name == "dp"
+    )
     where = layout.placement + (f", staleness {layout.staleness}" if layout.placement == "apart" else "")
     mode = CHECKPOINTING_OF[layout.recomputed]
     return [
@@ -192,10 +217,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _search(arguments: Sequence[str] | None) -> None:
-    parser = OneLineParser(prog="python -m ballast layout", usage=USAGE, description="Find a run's fastest layouts.")
+    parser = OneLineParser(
+        prog="python -m ballast layout", usage=USAGE, description="Find a run's fastest layouts."
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the settings of a layout")
     parser.add_argument(
-        "--take", type=int, default=1, choices=range(1, SHOWN + 1), metavar="N", help="its number in the list (1)"
+        "--take",
+        type=int,
+        default=1,
+        choices=range(1, SHOWN + 1),
+        metavar="N",
+        help="its number in the list (1)",
     )
     own, rest = parser.parse_known_args(arguments)
     request = parse_arguments([*rest, "--dry-run"], COMMAND)

@@ -1,12 +1,13 @@
-"""Simulate a run's schedule: engines that decode, rewards that arrive, and a trainer, on a clock that only computes.
+"""Simulate a run's schedule: engines that decode, rewards that arrive, and a trainer, on a clock that only
+computes.
 
     StalenessSchedule.admit --> Router --> engines --delay of the score--> finished --take--> phases of a step
             ^                                                                                      |
             '----------------------------- weights_updated <---------------------------------------'
 
-The schedule and the router are the run's own classes. An engine makes a step, one token for each of its n samples, in
-`step + sample * n` seconds. A new prompt stops it for `prompt_token` seconds a token. On a CPU, engines and ranks share
-the cores: if more are busy than there are, all slow down alike.
+The schedule and the router are the run's own classes. An engine makes a step, one token for each of its n
+samples, in `step + sample * n` seconds. A new prompt stops it for `prompt_token` seconds a token. On a CPU,
+engines and ranks share the cores: if more are busy than there are, all slow down alike.
 """
 
 import heapq
@@ -41,7 +42,9 @@ class EngineSpeed:
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of a step's phase on free cores, and the cores that it keeps busy. pause: seconds that engines stop."""
+    """Seconds of a step's phase on free cores, and the cores that it keeps busy. pause: seconds that engines
+    stop.
+    """
 
     seconds: float
     cores: float = 1.0
@@ -52,8 +55,8 @@ class Phase:
 class SimulatedRun:
     """Inputs of a simulation.
 
-    groups: samples by number. released: groups without signal, which others replace. phases: of a step, from the
-    numbers of its groups. engine_cores: that a busy engine uses. cores: that all share, infinite on GPUs.
+    groups: samples by number. released: groups without signal, which others replace. phases: of a step, from
+    the numbers of its groups. engine_cores: that a busy engine uses. cores: that all share, infinite on GPUs.
     """
 
     staleness: Staleness
@@ -73,7 +76,9 @@ class SimulatedRun:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """waited: seconds of the trainer, of all `seconds`. engines_idle: share of the engines' time. ages: of groups."""
+    """waited: seconds of the trainer, of all `seconds`. engines_idle: share of the engines' time. ages: of
+    groups.
+    """
 
     seconds: float
     waited: float
@@ -85,7 +90,9 @@ class _Engine:
     """steps: made so far. stopped: seconds until the next. running: (step of its end, sample)."""
 
     def __init__(self, speed: EngineSpeed) -> None:
-        self._speed, self.steps, self.stopped = speed, 0.0, 0.0
+        self._speed = speed
+        self.steps = 0.0
+        self.stopped = 0.0
         self.running: list[tuple[float, tuple[int, int]]] = []
         self._prompts: set[int] = set()
 
@@ -115,7 +122,9 @@ class _Engine:
 
 class _Simulation:
     def __init__(self, run: SimulatedRun) -> None:
-        self._run, self._now, self._version = run, 0.0, 0
+        self._run = run
+        self._now = 0.0
+        self._version = 0
         self._schedule = StalenessSchedule(run.staleness, run.steps)
         self._router = Router(run.engines, run.max_concurrent, max_retries=0)
         self._engines = [_Engine(run.speed) for _ in range(run.engines)]
@@ -127,7 +136,8 @@ class _Simulation:
     def steps(self) -> Iterator[SimulatedStep]:
         self._admit()
         for _ in range(self._run.steps):
-            began, self._idle = self._now, 0.0
+            began = self._now
+            self._idle = 0.0
             while not (taken := self._schedule.take()):
                 self._wait(inf, 0.0)
             ready = self._now
@@ -149,7 +159,9 @@ class _Simulation:
             left -= self._wait(left, phase.cores)
 
     def _wait(self, most: float, cores: float) -> float:
-        """Let time pass until the next event. Returns the seconds of work that a phase with `most` left has made."""
+        """Let time pass until the next event. Returns the seconds of work that a phase with `most` left has
+        made.
+        """
         busy = cores + self._run.engine_cores * sum(bool(engine.running) for engine in self._engines)
         speed = min(1.0, self._run.cores / busy) if busy else 1.0
         work = min(most, *(engine.next_end for engine in self._engines))
@@ -178,7 +190,9 @@ class _Simulation:
             self._schedule.finished(group)
         running = self._schedule.in_state(GroupState.RUNNING)
         done = [number for number in running if not self._left[number]]
-        if self._run.staleness.max_staleness or len(done) == len(running):  # else a round is replaced as a whole
+        if self._run.staleness.max_staleness or len(done) == len(
+            running
+        ):  # else a round is replaced as a whole
             for number in done:
                 self._schedule.released(number)
             self._admit()
@@ -186,7 +200,9 @@ class _Simulation:
     def _admit(self) -> None:
         for group in self._schedule.admit():
             self._admitted[group] = self._version
-            prompt = np.broadcast_to(np.int32(0), self._run.groups[group][0].prompt)  # the router reads its length
+            prompt = np.broadcast_to(
+                np.int32(0), self._run.groups[group][0].prompt
+            )  # the router reads its length
             self._router.submit(
                 SampleRequest(f"{group}", sample, prompt, 0, priority=group)
                 for sample in range(len(self._run.groups[group]))

@@ -3,8 +3,8 @@
     timeline.jsonl --fit--> speed of engines and updates, samples, delays of scores --+
     lengths.jsonl  --Planner's arguments--> work of each step's update ---------------+--> simulation --> steps an hour
 
-The run is simulated twice, as recorded and with the changes. The prediction is the recorded speed times the ratio of
-the two. Times of validation and checkpoints do not count. Nothing is started, and no model is read.
+The run is simulated twice, as recorded and with the changes. The prediction is the recorded speed times the
+ratio of the two. Times of validation and checkpoints do not count. Nothing is started, and no model is read.
 """
 
 import os
@@ -23,7 +23,14 @@ import numpy as np
 from balancing import plan_batch
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records, recorded_arguments
 from balancing.cost_model import non_negative_least_squares
-from ballast.planning.simulation import EngineSpeed, Phase, SimulatedRun, SimulatedSample, SimulatedStep, simulate
+from ballast.planning.simulation import (
+    EngineSpeed,
+    Phase,
+    SimulatedRun,
+    SimulatedSample,
+    SimulatedStep,
+    simulate,
+)
 from controller.config import Config, load
 from controller.config.file import value_of
 from controller.engines.staleness_schedule import Staleness
@@ -37,8 +44,18 @@ from workers.errors import ConfigError, DataError
 T = TypeVar("T")
 REPLAYED = (
     *("rollout.max_staleness", "rollout.out_of_order_window", "rollout.replicas", "rollout.max_concurrent"),
-    *("rollout.placement", "batch.prompts_per_step", "batch.mini_batches", "batch.split_by", "policy.data_parallel"),
-    *("policy.max_tokens_per_micro_batch", "policy.max_sequences_per_micro_batch", "policy.min_micro_batches"),
+    *(
+        "rollout.placement",
+        "batch.prompts_per_step",
+        "batch.mini_batches",
+        "batch.split_by",
+        "policy.data_parallel",
+    ),
+    *(
+        "policy.max_tokens_per_micro_batch",
+        "policy.max_sequences_per_micro_batch",
+        "policy.min_micro_batches",
+    ),
     *("balance.algorithm", "balance.order", "balance.count_multiple"),
 )
 """Settings whose effect is computed. Others change the recorded times themselves."""
@@ -53,7 +70,9 @@ WARM_UP_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """Steps an hour: recorded, simulated as recorded, simulated with the changes. before, after: simulated steps."""
+    """Steps an hour: recorded, simulated as recorded, simulated with the changes. before, after: simulated
+    steps.
+    """
 
     recorded: float
     simulated: float
@@ -76,9 +95,13 @@ class RecordedRun:
         found = json_records(folder / "lengths.jsonl", has_step, check_lengths)
         self._lengths = {record["step"]: record for _, record in found}
         self._records = read_timeline(folder)
-        self._steps = [each for each in self._records if each["step"] in self._lengths and each["micro_steps"]]
+        self._steps = [
+            each for each in self._records if each["step"] in self._lengths and each["micro_steps"]
+        ]
         if not self._steps or not all(len(row) > 3 for record in self._steps for row in _samples(record)):
-            raise DataError(f"{folder} has no step with prompts in timeline.jsonl. Record the run with this version.")
+            raise DataError(
+                f"{folder} has no step with prompts in timeline.jsonl. Record the run with this version."
+            )
         self._counted = _counted(self._steps)
         self._cores = inf if self.config.uses_gpus else float(len(os.sched_getaffinity(0)))
 
@@ -136,7 +159,8 @@ class RecordedRun:
     def _released(self) -> frozenset[int]:
         return frozenset(place for place, number in enumerate(self._numbers) if number not in self._rows)
 
-    # --- times --------------------------------------------------------------------------------------------------------
+    # --- times
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def _engine_cores(self) -> float:
@@ -150,12 +174,17 @@ class RecordedRun:
     @cached_property
     def _clock(self) -> tuple[np.ndarray, np.ndarray]:
         """Moments, and the seconds that would have passed until then with free cores."""
-        spans = [(*span, self._engine_cores) for rows in _by_engine(self._records).values() for span in _busy(rows)]
+        spans = [
+            (*span, self._engine_cores) for rows in _by_engine(self._records).values() for span in _busy(rows)
+        ]
         for record in self._records:
-            spans += [(start, end, self._rank_cores) for name, start, end in record["phases"] if name in ON_RANKS]
+            spans += [
+                (start, end, self._rank_cores) for name, start, end in record["phases"] if name in ON_RANKS
+            ]
         moments, cores = np.array([(t, c * sign) for a, b, c in spans for t, sign in ((a, 1.0), (b, -1.0))]).T
         order = np.argsort(moments, kind="stable")
-        moments, busy = moments[order], np.cumsum(cores[order])[:-1]
+        moments = moments[order]
+        busy = np.cumsum(cores[order])[:-1]
         speed = np.minimum(1.0, self._cores / np.maximum(busy, 1e-9))
         return moments, np.append(0.0, np.cumsum(np.diff(moments) * speed))
 
@@ -167,10 +196,11 @@ class RecordedRun:
     def speed(self) -> EngineSpeed:
         """Fit the speed of engines to the duration of every sample, with relative errors.
 
-        seconds ~ tokens * (step + sample * mean batch of its steps) + prompt_token * tokens of prompts that began
-        meanwhile. The mean batch follows from the speed, so the fit is repeated.
+        seconds ~ tokens * (step + sample * mean batch of its steps) + prompt_token * tokens of prompts that
+        began meanwhile. The mean batch follows from the speed, so the fit is repeated.
         """
-        speed, engines = EngineSpeed(1.0, 0.0, 0.0), _by_engine(self._records)
+        speed = EngineSpeed(1.0, 0.0, 0.0)
+        engines = _by_engine(self._records)
         for _ in range(FITS):
             terms = np.concatenate([self._terms(engine, rows, speed) for engine, rows in engines.items()])
             terms = terms[terms[:, 3] > 1e-3]
@@ -178,8 +208,12 @@ class RecordedRun:
         return speed
 
     def _terms(self, engine: str, rows: np.ndarray, speed: EngineSpeed) -> np.ndarray:
-        """Return the terms of `speed` and the seconds of each sample, [samples, 4]. rows: of the timeline, by start."""
-        starts, ends, tokens = rows[:, 0], rows[:, 1], np.maximum(1.0, rows[:, 2])
+        """Return the terms of `speed` and the seconds of each sample, [samples, 4]. rows: of the timeline, by
+        start.
+        """
+        starts = rows[:, 0]
+        ends = rows[:, 1]
+        tokens = np.maximum(1.0, rows[:, 2])
         moments = np.concatenate([starts, ends])
         order = np.argsort(moments, kind="stable")
         batch = np.cumsum(np.repeat([1.0, -1.0], len(rows))[order])[:-1]
@@ -190,12 +224,15 @@ class RecordedRun:
             for each in (steps, steps * batch)
         )
         new = np.zeros(len(rows))
-        new[np.unique(rows[:, 4], return_index=True)[1]] = 1.0  # the prefix cache has the prompt of a group's others
+        new[np.unique(rows[:, 4], return_index=True)[1]] = (
+            1.0  # the prefix cache has the prompt of a group's others
+        )
         read = np.append(0.0, np.cumsum(rows[:, 3] * new))
         begun = read[np.searchsorted(starts, ends)] - read[np.searchsorted(starts, starts)]
         loads = [load for record in self._records for load in record["weights"].get(engine, ())]
         seconds = [
-            self._seconds(start, end) - sum(max(0.0, min(end, until) - max(start, since)) for since, until, _ in loads)
+            self._seconds(start, end)
+            - sum(max(0.0, min(end, until) - max(start, since)) for since, until, _ in loads)
             for start, end in rows[:, :2]
         ]
         return np.column_stack([tokens, tokens * of_samples / np.maximum(of_engine, 1e-12), begun, seconds])
@@ -208,7 +245,9 @@ class RecordedRun:
 
     @cached_property
     def _phase_seconds(self) -> dict[str, float]:
-        """Mean seconds of each phase besides `update`, and of the end of `rollout`, in which the driver collects."""
+        """Mean seconds of each phase besides `update`, and of the end of `rollout`, in which the driver
+        collects.
+        """
         found: dict[str, float] = {}
         for record in self._counted:
             for name, start, end in record["phases"]:
@@ -221,7 +260,9 @@ class RecordedRun:
     @cached_property
     def _update(self) -> tuple[float, float, float]:
         """Seconds of an update: of a micro-step, of a unit of planned work, and of the rest."""
-        terms, lasted, rest = [], [], []
+        terms = []
+        lasted = []
+        rest = []
         for step, record in enumerate(self._counted):
             numbers = set(self._lengths[record["step"]]["prompts"])
             times = [
@@ -240,12 +281,15 @@ class RecordedRun:
         return count, work, max(0.0, float(np.mean(rest)))
 
     def _work(self, config: Config, numbers: Sequence[int], step: int) -> tuple[float, float]:
-        """Plan the update of these prompts' sequences. Returns its micro-steps and its work in the plan's unit."""
+        """Plan the update of these prompts' sequences. Returns its micro-steps and its work in the plan's
+        unit.
+        """
         rows = [(number, row) for number in numbers for row in self._rows.get(number, ())]
         record: Mapping[str, Any] = next(iter(self._lengths.values()))
         if not rows:
             return 0.0, 0.0
-        names, groups = rows[0][1].keys() - {"lengths"}, np.array([number for number, _ in rows])
+        names = rows[0][1].keys() - {"lengths"}
+        groups = np.array([number for number, _ in rows])
         arguments = plan_arguments(config, "policy.update")
         arguments |= {name: [row[name] for _, row in rows] for name in names}
         arguments |= {"prefix_groups": groups} if "prefix_lengths" in names else {}
@@ -267,7 +311,10 @@ class RecordedRun:
         for name in self._phase_seconds.keys() - {"rollout", "plan", "weights"}:
             of_ranks = name in ON_RANKS
             found.append(
-                Phase(self._phase_seconds[name] * (ranks if of_ranks else 1.0), self._rank_cores if of_ranks else 1.0)
+                Phase(
+                    self._phase_seconds[name] * (ranks if of_ranks else 1.0),
+                    self._rank_cores if of_ranks else 1.0,
+                )
             )
         return [
             *found,
@@ -277,7 +324,9 @@ class RecordedRun:
 
 
 def _fitted(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Fit by relative errors, then scale to the same sum: noise only adds time. terms: [measurements, factors]."""
+    """Fit by relative errors, then scale to the same sum: noise only adds time. terms: [measurements,
+    factors].
+    """
     factors = non_negative_least_squares(terms / seconds[:, None], np.ones(len(seconds)))
     return list((factors * seconds.sum() / max(1e-12, float((terms @ factors).sum()))).tolist())
 
@@ -325,7 +374,8 @@ def predict(folder: Path, overrides: Sequence[str]) -> Prediction:
     if not before or not after:
         wanted = max(run.config.batch.prompts_per_step, changed.batch.prompts_per_step)
         raise ConfigError(
-            f"batch.prompts_per_step={wanted}: {folder} has {run.prompts} recorded prompts, too few. Lower it."
+            f"batch.prompts_per_step={wanted}: {folder} has {run.prompts} recorded prompts, too few. Lower "
+            "it."
         )
     simulated, expected = (_rate([step.seconds for step in steps]) for steps in (before, after))
     return Prediction(recorded, simulated, expected, before, after)
@@ -335,11 +385,14 @@ def table(prediction: Prediction) -> list[str]:
     """Write the prediction in lines of at most 80 characters."""
     columns = (prediction.before, prediction.after)
     waited = [sum(s.waited for s in steps) / sum(s.seconds for s in steps) for steps in columns]
-    idle = [sum(s.engines_idle * s.seconds for s in steps) / sum(s.seconds for s in steps) for steps in columns]
+    idle = [
+        sum(s.engines_idle * s.seconds for s in steps) / sum(s.seconds for s in steps) for steps in columns
+    ]
     ages = [[age for step in steps for age in step.ages] for steps in columns]
     row = "{:<26}{:>12}{:>12}{:>12}".format
     rates = (prediction.recorded, prediction.simulated, prediction.changed)
-    gain, error = prediction.changed / prediction.simulated, prediction.simulated / prediction.recorded - 1.0
+    gain = prediction.changed / prediction.simulated
+    error = prediction.simulated / prediction.recorded - 1.0
     return [
         row("", "recorded", "simulated", "changed"),
         row("steps an hour", *(f"{rate:,.1f}" for rate in rates)),
@@ -358,9 +411,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _whatif(arguments: Sequence[str] | None) -> None:
-    parser = OneLineParser(prog="python -m ballast whatif", description="A recorded run under other settings.")
+    parser = OneLineParser(
+        prog="python -m ballast whatif", description="A recorded run under other settings."
+    )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=f"changes: {', '.join(REPLAYED)}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help=f"changes: {', '.join(REPLAYED)}"
+    )
     parsed = parser.parse_args(arguments)
     print("\n".join(table(predict(parsed.folder, parsed.overrides))))
 

@@ -2,8 +2,8 @@
 
     checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, next to the recorded ones
 
-Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change the layout. Nothing is written into the
-run's folder. Exit codes: see `controller.fit`.
+Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change the layout. Nothing is written
+into the run's folder. Exit codes: see `controller.fit`.
 """
 
 import argparse
@@ -65,7 +65,11 @@ class Start:
         *before, last = self.steps
         if not before:
             return ""
-        start = f"the checkpoint of step {before[0] - 1}" if self.checkpoint else "the models that the run began with"
+        start = (
+            f"the checkpoint of step {before[0] - 1}"
+            if self.checkpoint
+            else "the models that the run began with"
+        )
         steps = f"step {before[0]} is" if len(before) == 1 else f"steps {before[0]} to {before[-1]} are"
         return f"there is no checkpoint of step {last - 1}: {steps} trained again first, from {start}"
 
@@ -100,7 +104,8 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
             raise ConfigError(f"{override}: samples and log-probs come from the run. Leave it out.")
     config = load_as(ReplayConfig, path, overrides)
     if not trust_run:
-        loss, own = config.algorithm.loss.function, config.algorithm.advantage_function
+        loss = config.algorithm.loss.function
+        own = config.algorithm.advantage_function
         code = [loss, own, config.run.step, config.batch.replay.by]
         check_trusted(folder, code, overrides, "add --trust-run")
     return config
@@ -114,7 +119,9 @@ def start_before(folder: Path, step: int, resume: str) -> Start:
         found |= {path: read_manifest(path).step for path in checkpoints_at(Path(resume))}
     before = {path: number for path, number in found.items() if number < step}
     if began_elsewhere and not before:
-        raise DataError(f"{folder} began at run.resume={resume}, where there is no checkpoint before step {step}.")
+        raise DataError(
+            f"{folder} began at run.resume={resume}, where there is no checkpoint before step {step}."
+        )
     checkpoint = max(before, key=before.__getitem__, default=None)
     steps = range(before[checkpoint] + 1 if checkpoint else 1, step + 1)
     _check_recorded(folder, step, steps)
@@ -153,7 +160,8 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
 
 
 def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console") -> dict[str, float]:
-    """Train a run's steps again on a connected Ray, from the state of run.resume, and return the last one's metrics.
+    """Train a run's steps again on a connected Ray, from the state of run.resume, and return the last one's
+    metrics.
 
     folder: of the recorded run. The replay writes to a temporary one. Raises as `find_step`, `launch` and
     `train_again`.
@@ -175,7 +183,8 @@ def recorded_run(config: Config, started: Session, folder: Path, cost_model: Cos
     from controller.algorithm.logprob_check import LogProbCheck
     from controller.run import Run
 
-    prompts, buffer = RecordedPrompts(config.data.prompt_key), partial(RecordedBuffer, folder)
+    prompts = RecordedPrompts(config.data.prompt_key)
+    buffer = partial(RecordedBuffer, folder)
     functions = find_functions(config, settings=["algorithm.advantage_function", "batch.replay.by"])
     run = Run(config, started, prompts, None, cost_model=cost_model, buffer=buffer, functions=functions)
     run.logprob_check = LogProbCheck(config, run.weight_version, started.record.console.log)
@@ -183,7 +192,9 @@ def recorded_run(config: Config, started: Session, folder: Path, cost_model: Cos
 
 
 def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str, float]:
-    """Make the steps and return the last one's metrics. Raises DataError as `read_step`, and errors of a step."""
+    """Make the steps and return the last one's metrics. Raises DataError as `read_step`, and errors of a
+    step.
+    """
     from controller.training_loop import advance
 
     for number in steps:
@@ -227,9 +238,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
     parser.add_argument(
-        "--trust-run", action="store_true", help="run the loss function and the step that the run's settings name"
+        "--trust-run",
+        action="store_true",
+        help="run the loss function and the step that the run's settings name",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's"
+    )
     return parser
 
 

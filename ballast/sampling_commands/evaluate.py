@@ -1,9 +1,10 @@
-"""`python -m ballast evaluate --config FILE [--model PATH] [key.sub=value ...]`: validation metrics, no training.
+"""`python -m ballast evaluate --config FILE [--model PATH] [key.sub=value ...]`: validation metrics, no
+training.
 
     data.validation --validation.samples of each--> samples.jsonl --pass@k, maj@n, rewards, intervals--> metrics.json
 
-Metrics and samples are as in a training's validation. Start a stopped job again to continue it. Exit codes: see
-`controller.fit`.
+Metrics and samples are as in a training's validation. Start a stopped job again to continue it. Exit codes:
+see `controller.fit`.
 """
 
 import json
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
     """Write and show metrics.json. Raises RolloutError if every reward failed and was dropped."""
-    found, path = evaluation(job, lines, given_up), job.config.run_folder / METRICS
+    found = evaluation(job, lines, given_up)
+    path = job.config.run_folder / METRICS
     with writing(path):
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     console.log(ROW.format("metric", "value", f"{CONFIDENCE:.0%} interval", "by").rstrip())
@@ -49,8 +51,8 @@ def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> No
 def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
     """Content of metrics.json.
 
-    metrics: by name {value, low, high, method}, null without an interval. given_up: samples that no engine could
-    make. failed_rewards: samples whose reward failed.
+    metrics: by name {value, low, high, method}, null without an interval. given_up: samples that no engine
+    could make. failed_rewards: samples whose reward failed.
     """
     config = job.config
     kept = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]

@@ -1,4 +1,5 @@
-"""`python -m ballast serve --config FILE [--port N] [--api-key-file FILE] [key.sub=value ...]`: see docs/serve.md.
+"""`python -m ballast serve --config FILE [--port N] [--api-key-file FILE] [key.sub=value ...]`: see
+docs/serve.md.
 
 settings --prepared--> OpenRun <--Service-- HTTP on 127.0.0.1 <--Tinker's SDK
 
@@ -39,14 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     parser = argparse.ArgumentParser("ballast serve", description="Serve Tinker's API over one policy.")
-    parser.add_argument("--config", type=Path, action="append", default=[], help="file with settings, or several")
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], help="file with settings, or several"
+    )
     parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1 (8000)")
     parser.add_argument("--api-key-file", type=Path, help="file with the clients' key")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(None if arguments is None else list(arguments))
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"serve: the package {missing[0]} is missing. Install ballast-rl[serve].")
-    config, key = served(load(options.config, options.overrides)), _given_key(options.api_key_file)
+    config = served(load(options.config, options.overrides))
+    key = _given_key(options.api_key_file)
     port = _bound(options.port)
     from ballast.loop.open_run import prepared
 
@@ -54,9 +58,13 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
 
 
 def served(config: Config) -> Config:
-    """Leave out prompts and rewards, which clients have, and resume. Raises ConfigError for what clients cannot set."""
+    """Leave out prompts and rewards, which clients have, and resume. Raises ConfigError for what clients
+    cannot set.
+    """
     if config.policy.optimizer.name != "adamw":
-        raise ConfigError(f"policy.optimizer.name={config.policy.optimizer.name}: clients set AdamW's. Choose adamw.")
+        raise ConfigError(
+            f"policy.optimizer.name={config.policy.optimizer.name}: clients set AdamW's. Choose adamw."
+        )
     if config.rollout.plays_episodes:
         raise ConfigError("rollout: clients play their episodes. Remove environment, tools and agent.")
     config.data.train, config.data.sources, config.data.validation = "", {}, ""
@@ -66,13 +74,19 @@ def served(config: Config) -> Config:
 
 def _given_key(file: Path | None) -> str:
     try:
-        key = file.read_text().strip() if file else next((os.environ[name] for name in KEYS if name in os.environ), "")
+        key = (
+            file.read_text().strip()
+            if file
+            else next((os.environ[name] for name in KEYS if name in os.environ), "")
+        )
     except OSError as error:
         raise ConfigError(f"--api-key-file={file}: {error.strerror}. Name a file with the key.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file={file}: not a text. Name a file with the key.") from None
     if (file or key) and not _is_key(key):
-        raise ConfigError(f"API key: it must be {KEY_PREFIX} and ASCII characters, as the SDK demands. Change it.")
+        raise ConfigError(
+            f"API key: it must be {KEY_PREFIX} and ASCII characters, as the SDK demands. Change it."
+        )
     return key
 
 
@@ -114,7 +128,9 @@ def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.s
 
 
 def _fresh_key(folder: Path) -> str:
-    """Return the key of the run's folder, made once, which only this user can read. Raises ConfigError for another."""
+    """Return the key of the run's folder, made once, which only this user can read. Raises ConfigError for
+    another.
+    """
     path = folder / "api-key"
     if not path.exists():
         unfinished = path.with_suffix(".tmp")  # a kill between open and write left an empty key

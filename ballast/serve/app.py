@@ -21,7 +21,14 @@ BODY_SECONDS = 300.0  # for a client to send a body
 API = "/api/v1"
 MOST = 2**31  # in place of a limit: clients that give none want all
 PROTOBUF = "application/x-protobuf"
-CALLS = ("create_model", "forward_backward", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler")
+CALLS = (
+    "create_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "load_weights",
+    "save_weights_for_sampler",
+)
 
 
 async def body_of(request: Request) -> bytes:
@@ -33,7 +40,9 @@ async def body_of(request: Request) -> bytes:
                 body += part
                 _check_size(len(body))
     except TimeoutError:
-        raise RefusedError(f"body: it did not arrive within {BODY_SECONDS:g} s. Send it again.", 408) from None
+        raise RefusedError(
+            f"body: it did not arrive within {BODY_SECONDS:g} s. Send it again.", 408
+        ) from None
     if request.headers.get("content-encoding", "").lower() != "zstd":
         return bytes(body)
     try:
@@ -94,9 +103,13 @@ def make_app(service: Service, key: str) -> FastAPI:
 def _guard(app: FastAPI, key: str) -> None:
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("x-api-key", "") or request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key", "") or request.headers.get("authorization", "").removeprefix(
+            "Bearer "
+        )
         if not hmac.compare_digest(given.encode(), key.encode()):
-            return JSONResponse({"detail": "X-API-Key: not the server's key. Set TINKER_API_KEY."}, status_code=401)
+            return JSONResponse(
+                {"detail": "X-API-Key: not the server's key. Set TINKER_API_KEY."}, status_code=401
+            )
         return await call_next(request)
 
     @app.exception_handler(RefusedError)

@@ -3,7 +3,8 @@
     tinker://MODEL/weights/NAME            a state: the folder runs/NAME/states/MODEL.NAME, with `.` for `:`
     tinker://MODEL/sampler_weights/NAME    weights for samplers: a fact of the log
 
-The log's fact `deleted` ends a checkpoint, and its name stays taken. The next start removes a folder that a kill left.
+The log's fact `deleted` ends a checkpoint, and its name stays taken. The next start removes a folder that a
+kill left.
 """
 
 import re
@@ -19,10 +20,14 @@ STATE_PATH = re.compile(f"tinker://[0-9a-f]{{32}}:train:[0-9]+/weights/{NAME.pat
 
 
 class Checkpoints:
-    """states: the folder. samplers: model, weights and time of each path. Times are seconds since the epoch."""
+    """states: the folder. samplers: model, weights and time of each path. Times are seconds since
+    the epoch.
+    """
 
     def __init__(self, states: Path) -> None:
-        self.states, self.samplers, self.deleted = states, dict[str, tuple[str, int, float]](), set[str]()
+        self.states = states
+        self.samplers = dict[str, tuple[str, int, float]]()
+        self.deleted = set[str]()
 
     def is_complete(self, state: str) -> bool:
         return (self.states / state / "policy" / MANIFEST).exists()
@@ -30,7 +35,9 @@ class Checkpoints:
     def state(self, path: str) -> str:
         """Return the name of a saved state. Raises RefusedError for another path."""
         if path in self.deleted or not (state := state_of(path)) or not self.is_complete(state):
-            raise RefusedError(f"path={path!r:.200}: this run has no such state. Use what save_state returned.", 404)
+            raise RefusedError(
+                f"path={path!r:.200}: this run has no such state. Use what save_state returned.", 404
+            )
         return state
 
     def remove_deleted(self) -> None:
@@ -59,7 +66,8 @@ def state_of(path: str) -> str:
 
 def path_of(request: dict[str, Any], kind: str) -> str:
     """Return the path of a model's checkpoint. Raises RefusedError for a name that is not one of a file."""
-    model, name = text(request, "model_id"), text(request, "path")
+    model = text(request, "model_id")
+    name = text(request, "path")
     if not NAME.fullmatch(name):
         raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
     return f"tinker://{model}/{kind}/{name}"

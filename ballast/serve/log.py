@@ -30,7 +30,9 @@ class Call:
 
 class CallLog:
     def __init__(self, folder: Path) -> None:
-        self._facts, self._calls, self._answers = folder / "facts.jsonl", folder / "calls", folder / "answers"
+        self._facts = folder / "facts.jsonl"
+        self._calls = folder / "calls"
+        self._answers = folder / "answers"
         for each in (self._calls, self._answers):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
             for torn in each.glob("*.part"):
@@ -68,7 +70,9 @@ class CallLog:
     def models(self) -> list[dict[str, Any]]:
         """List models, the last that was called first."""
         found = sorted(self.last_calls, key=self.last_calls.__getitem__, reverse=True)
-        times = [(name, {"training_run_id": name, "last_request_time": self.last_calls[name]}) for name in found]
+        times = [
+            (name, {"training_run_id": name, "last_request_time": self.last_calls[name]}) for name in found
+        ]
         return [each | {"model_owner": name.partition(":")[0]} for name, each in times]
 
     def body(self, number: int) -> bytes:

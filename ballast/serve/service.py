@@ -1,10 +1,11 @@
-"""Service: policies behind Tinker's calls. Accepts each call once, makes them in order, and keeps their answers.
+"""Service: policies behind Tinker's calls. Accepts each call once, makes them in order, and keeps their
+answers.
 
     POST call --its turn by (model_id, seq_id)--> log --> OpenRun --> answer on disk <--retrieve_future
     kill --> run.resume=auto: the last checkpoint, of step k --> the log's calls after step k are made again
 
-Each model has a policy of the run until another model takes it. Weights are named by the call that made them: a step or
-a load, 0 for the base model.
+Each model has a policy of the run until another model takes it. Weights are named by the call that made them:
+a step or a load, 0 for the base model.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ TURN_SECONDS = 30.0  # that a call waits for the call before it
 SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another session may take the policy
 MOST_ANSWERS = 4096  # samples that nobody has fetched
 INITIAL = "initial"
-NEWEST, NOWHERE = -1, -2  # in place of a call's number: of a sampler that follows the weights, and of no weights
+# in place of a call's number: of a sampler that follows the weights, and of no weights
+NEWEST = -1
+NOWHERE = -2
 STOPS = (LostError, RolloutError)
 BEGINNING = ("create_model", "load_weights")  # calls that may begin a model
 
@@ -40,9 +43,10 @@ Begin = Callable[[int], Future[Answer]]
 
 @dataclass
 class _Policy:
-    """adapter: its name in the run, empty for the only one. model, owner: whom it serves, and its session. weights,
-    published: of trainer and engines. since: call that changed the weights last, or began with them. sent: what engines
-    have, by model and weights, as versions of the run.
+    """adapter: its name in the run, empty for the only one. model, owner: whom it serves, and its session.
+    weights,
+    published: of trainer and engines. since: call that changed the weights last, or began with them. sent:
+    what engines have, by model and weights, as versions of the run.
     """
 
     adapter: str
@@ -57,20 +61,29 @@ class _Policy:
 class Service:
     def __init__(self, run: OpenRun, log: CallLog, stop: Callable[[BaseException], None]) -> None:
         """stop: ends the server, which after an error of `STOPS` may start again."""
-        self._run, self._log, self._stop = run, log, stop
+        self._run = run
+        self._log = log
+        self._stop = stop
         self.config = run.config
         path = Path(self.config.model.path)
         self.lora = {"is_lora": bool(rank := self.config.model.lora.rank), "lora_rank": rank or None}
         self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
-        self._sessions, count = dict[str, float](), self.config.model.lora.policies
+        self._sessions = dict[str, float]()
+        count = self.config.model.lora.policies
         names = [f"policy-{number}" for number in range(1, count + 1)] if count > 1 else [""]
         self._policies = {name: _Policy(name, published=NOWHERE if name else 0) for name in names}
-        self._base = _Policy("") if count > 1 else self._policies[""]  # which engines with adapters always have
+        self._base = (
+            _Policy("") if count > 1 else self._policies[""]
+        )  # which engines with adapters always have
         self._models = dict[str, _Policy]()  # also replaced ones
-        self._numbers, self._next = dict[tuple[str, int], int](), dict[str, int]()
-        self._pending, self._samples = dict[str, asyncio.Future[Any]](), dict[str, Answer]()
-        self._samplers, self.checkpoints = dict[str, tuple[str, int]](), Checkpoints(run.folder / STATES)
-        self._steps, self._moved = run.steps, asyncio.Event()
+        self._numbers = dict[tuple[str, int], int]()
+        self._next = dict[str, int]()
+        self._pending = dict[str, asyncio.Future[Any]]()
+        self._samples = dict[str, Answer]()
+        self._samplers = dict[str, tuple[str, int]]()
+        self.checkpoints = Checkpoints(run.folder / STATES)
+        self._steps = run.steps
+        self._moved = asyncio.Event()
         self._loads = dict[str, int]()  # by path: steps before its last load
         self._kinds = {
             "create_model": self._create,
@@ -81,11 +94,14 @@ class Service:
             "save_weights_for_sampler": self._publish,
         }
 
-    # --- start --------------------------------------------------------------------------------------------------------
+    # --- start
+    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Make the calls again that no checkpoint holds. Call in the event loop."""
-        facts, calls, steps = list(self._log.facts()), list(self._log.calls()), self._run.steps
+        facts = list(self._log.facts())
+        calls = list(self._log.calls())
+        steps = self._run.steps
         last = max((number for number, call in calls if steps and call.step == steps), default=0)
         known = all(fact.get("adapter", "") in self._policies for fact in facts if fact["kind"] == "model")
         if not known or (steps and calls and not last):
@@ -110,20 +126,25 @@ class Service:
                 self._again(number, call)
 
     def _resume(self, calls: list[tuple[int, Call]], last: int) -> None:
-        """Follow calls up to the checkpoint's, and send engines its weights, for samplers of weights before it."""
+        """Follow calls up to the checkpoint's, and send engines its weights, for samplers of weights before
+        it.
+        """
         step = 0
         for number, call in calls:
-            policy, step = self._models.get(call.model_id), max(step, call.step)
+            policy = self._models.get(call.model_id)
+            step = max(step, call.step)
             if call.kind == "load_weights":
                 self._loads[_content(call.kind, self._log.body(number))["path"]] = step
             if policy and call.kind in ("create_model", "optim_step", "load_weights"):
-                policy.weights, policy.since = 0 if call.kind == "create_model" else number, number
+                policy.weights = 0 if call.kind == "create_model" else number
+                policy.since = number
         for policy in self._policies.values():
             if policy.adapter and not policy.model:
                 continue
             if policy.adapter:
                 self._sent(policy)
-            before, policy.published = policy.published, policy.weights
+            before = policy.published
+            policy.published = policy.weights
             for name, sampler in self._samplers.items():
                 if before <= last and sampler == (policy.model, before):
                     self._samplers[name] = policy.model, policy.published
@@ -146,7 +167,8 @@ class Service:
             self._sessions[name] = time.monotonic()
         elif kind == "model":
             policy = self._models[name] = self._policies[values.get("adapter", "")]
-            policy.model, policy.owner = name, values["session"]
+            policy.model = name
+            policy.owner = values["session"]
             self._log.last_calls.setdefault(name, at)
             self._next.setdefault(name, 1)
         elif kind == "sampler":
@@ -161,16 +183,23 @@ class Service:
         else:
             self._policies[name].published = values["weights"]
 
-    # --- calls in order -----------------------------------------------------------------------------------------------
+    # --- calls in order
+    # -----------------------------------------------------------------------------------------------
 
     async def submit(self, kind: str, body: bytes) -> dict[str, str]:
         """Accept a call once, after the call before it. Returns its future's name. Raises RefusedError."""
         content = _content(kind, body)
-        given = {"model_id": content.model_id, "seq_id": content.seq_id} if kind == "forward_backward" else content
+        given = (
+            {"model_id": content.model_id, "seq_id": content.seq_id}
+            if kind == "forward_backward"
+            else content
+        )
         if kind in BEGINNING and wire.optional_text(content, "session_id"):
-            model_id, seq_id = _name(content), 0
+            model_id = _name(content)
+            seq_id = 0
         else:
-            model_id, seq_id = wire.text(given, "model_id"), wire.whole(given, "seq_id", -1, 1, wire.LARGEST)
+            model_id = wire.text(given, "model_id")
+            seq_id = wire.whole(given, "seq_id", -1, 1, wire.LARGEST)
         await self._turn(model_id, seq_id)
         if (number := self._numbers.get((model_id, seq_id))) is None:
             number = self._accept(kind, content, body, model_id, seq_id)
@@ -185,11 +214,15 @@ class Service:
                     await self._moved.wait()
         except TimeoutError:
             missing, self._next[model_id] = self._next[model_id], seq_id + 1
-            raise RefusedError(f"seq_id={seq_id}: call {missing} before it never came. Make both again.") from None
+            raise RefusedError(
+                f"seq_id={seq_id}: call {missing} before it never came. Make both again."
+            ) from None
 
     def _accept(self, kind: str, content: Any, body: bytes, model_id: str, seq_id: int) -> int:
         if seq_id < self._next.get(model_id, 0):
-            raise RefusedError(f"seq_id={seq_id}: it was refused, or its answer is no longer kept. Make a new call.")
+            raise RefusedError(
+                f"seq_id={seq_id}: it was refused, or its answer is no longer kept. Make a new call."
+            )
         try:
             if seq_id and model_id != (now := self._models[model_id].model):
                 raise RefusedError(f"model_id={model_id}: {now} has replaced it. Create a new one.")
@@ -214,7 +247,9 @@ class Service:
         self._pending[name] = asyncio.wrap_future(begin(number))
         self._pending[name].add_done_callback(lambda done: self._pending.pop(name))
 
-    def _answered(self, number: int, future: Future[Any], make: Callable[[Any], Answer], *, step: bool = False) -> Any:
+    def _answered(
+        self, number: int, future: Future[Any], make: Callable[[Any], Answer], *, step: bool = False
+    ) -> Any:
         """Return a future that is done when the answer is on disk. step: an error of it ends the server."""
         answered = Future[None]()
 
@@ -251,11 +286,15 @@ class Service:
             raise RefusedError(f"request_id={name!r:.80}: no answer is kept. Make the call again.", 410)
         return found
 
-    # --- kinds of calls: read and refuse at once, begin when it is in the log -----------------------------------------
+    # --- kinds of calls: read and refuse at once, begin when it is in the log
+    # -----------------------------------------
 
     def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, _Policy]:
-        """Return the name of a new model, and its policy. Raises RefusedError while clients train all of them."""
-        session, rank = wire.text(request, "session_id"), self.config.model.lora.rank
+        """Return the name of a new model, and its policy. Raises RefusedError while clients train all of
+        them.
+        """
+        session = wire.text(request, "session_id")
+        rank = self.config.model.lora.rank
         self.check_base(wire.optional_text(request, "base_model") or self.base_model)
         lora = {} if request.get("lora_config") is None else wire.mapping(request, "lora_config")
         asked = None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
@@ -298,7 +337,8 @@ class Service:
             return wire.pass_answer(passed.log_probs, metrics)
 
         def begin(number: int) -> Future[Answer]:
-            batch, run = self._run.batch(rows), self._run
+            batch = self._run.batch(rows)
+            run = self._run
             if message.forward_only:
                 return self._answered(number, run.forward(batch, adapter=adapter), make)
             return self._answered(number, run.forward_backward(batch, loss, adapter=adapter), make)
@@ -306,7 +346,8 @@ class Service:
         return begin
 
     def _step(self, request: dict[str, Any], again: bool) -> Begin:
-        settings, policy = wire.read_step(request), self._models[request["model_id"]]
+        settings = wire.read_step(request)
+        policy = self._models[request["model_id"]]
 
         def make(metrics: dict[str, float]) -> Answer:
             if self.config.run.checkpoint_every and self._run.steps % self.config.run.checkpoint_every == 0:
@@ -320,10 +361,11 @@ class Service:
         return begin
 
     def _forget(self) -> None:
-        """Forget calls before the step before the oldest checkpoint, and before the last one of their model, whose
-        answers no client still asks for.
+        """Forget calls before the step before the oldest checkpoint, and before the last one of their model,
+        whose answers no client still asks for.
         """
-        oldest, calls = oldest_step(self._run.folder), list(self._log.calls())
+        oldest = oldest_step(self._run.folder)
+        calls = list(self._log.calls())
         first = next((number for number, call in calls if call.step and call.step == oldest - 1), 0)
         steps = {call.model_id: number for number, call in calls if call.step}
         for number, call in calls:
@@ -332,18 +374,23 @@ class Service:
                 self._log.forget(number)
 
     async def delete(self, model: str, kind: str, name: str) -> dict[str, Any]:
-        """Delete a checkpoint, once. Raises RefusedError for another path, and for a state that a restart may load."""
+        """Delete a checkpoint, once. Raises RefusedError for another path, and for a state that a restart may
+        load.
+        """
         if (path := f"tinker://{model}/{kind}/{name}") not in self.checkpoints.deleted:
             state = "" if path in self.checkpoints.samplers else self.checkpoints.state(path)
             if self._loads.get(path, -1) >= oldest_step(self._run.folder):
-                raise RefusedError(f"path={path}: a restart may load it again. Delete it after more checkpoints.")
+                raise RefusedError(
+                    f"path={path}: a restart may load it again. Delete it after more checkpoints."
+                )
             self._note(kind="deleted", name=path)
             if state:
                 await asyncio.to_thread(remove, self.checkpoints.states / state)
         return {}
 
     def _save(self, request: dict[str, Any], again: bool) -> Begin:
-        path, adapter = path_of(request, "weights"), self._models[request["model_id"]].adapter
+        path = path_of(request, "weights")
+        adapter = self._models[request["model_id"]].adapter
         state = state_of(path)
         there = path in self.checkpoints.deleted or self.checkpoints.is_complete(state)
         if (there or wire.flag(request, "overwrite")) and not again:
@@ -356,9 +403,11 @@ class Service:
         return begin
 
     def _load(self, request: dict[str, Any], again: bool) -> Begin:
-        path, session = wire.text(request, "path"), wire.optional_text(request, "session_id")
+        path = wire.text(request, "path")
+        session = wire.optional_text(request, "session_id")
         optimizer = wire.flag(request, "optimizer")
-        state, model = self.checkpoints.state(path), wire.optional_text(request, "model_id")
+        state = self.checkpoints.state(path)
+        model = wire.optional_text(request, "model_id")
         model, policy = self._claim(request, again) if session else (model, self._models[model])
 
         def begin(number: int) -> Future[Answer]:
@@ -366,14 +415,17 @@ class Service:
                 self._note(kind="model", name=model, session=session, adapter=policy.adapter)
             policy.weights, self._loads[path] = number, self._steps
             loaded = self._run.load(state, optimizer=optimizer, adapter=policy.adapter)
-            return self._answered(number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights"))
+            return self._answered(
+                number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights")
+            )
 
         return begin
 
     def _publish(self, request: dict[str, Any], again: bool) -> Begin:
         model = wire.text(request, "model_id")
         path = path_of(request, "sampler_weights") if wire.optional_text(request, "path") else ""
-        policy, kind = self._models[model], wire.optional_text(request, "kind")
+        policy = self._models[model]
+        kind = wire.optional_text(request, "kind")
         if kind not in ("", "snapshot", "inflight"):
             raise RefusedError(f"kind={kind!r:.40}: unknown. Choose snapshot or inflight.")
         if path in self.checkpoints.deleted and not again:
@@ -384,7 +436,11 @@ class Service:
             sent = self._send(policy)
             weights = NEWEST if kind == "inflight" else policy.weights
             self._note(kind="sampler", name=sampler, model=model, weights=weights, path=path)
-            answer = {"type": "save_weights_for_sampler", "path": path or None, "sampling_session_id": sampler}
+            answer = {
+                "type": "save_weights_for_sampler",
+                "path": path or None,
+                "sampling_session_id": sampler,
+            }
             return self._answered(number, sent, lambda _: json_answer(**answer))
 
         return begin
@@ -404,10 +460,13 @@ class Service:
             del policy.sent[next(iter(policy.sent))]
         return sent
 
-    # --- samples ------------------------------------------------------------------------------------------------------
+    # --- samples
+    # ------------------------------------------------------------------------------------------------------
 
     def create_sampler(self, request: dict[str, Any]) -> str:
-        """Return the name of a sampler of the base model or of a model's newest weights. Raises RefusedError."""
+        """Return the name of a sampler of the base model or of a model's newest weights. Raises
+        RefusedError.
+        """
         path = wire.optional_text(request, "model_path")
         name = f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
         if not path:
@@ -420,12 +479,16 @@ class Service:
 
     def check_base(self, name: str) -> None:
         if name not in (self.base_model, self.config.model.path):
-            raise RefusedError(f"base_model={name!r:.200}: the server has {self.config.model.path}. Ask for it.")
+            raise RefusedError(
+                f"base_model={name!r:.200}: the server has {self.config.model.path}. Ask for it."
+            )
 
     def sample(self, request: dict[str, Any]) -> dict[str, Any]:
         """Begin to sample, once a `seq_id` of the sampler. Returns its future. Raises RefusedError."""
-        sampler, seq_id = wire.text(request, "sampling_session_id"), wire.whole(request, "seq_id", 0, 0, wire.LARGEST)
-        name, count = f"sample-{sampler}-{seq_id}", wire.whole(request, "num_samples", 1, 1, 4096)
+        sampler = wire.text(request, "sampling_session_id")
+        seq_id = wire.whole(request, "seq_id", 0, 0, wire.LARGEST)
+        name = f"sample-{sampler}-{seq_id}"
+        count = wire.whole(request, "num_samples", 1, 1, 4096)
         future = {"request_id": name, "sample_sequence_ids": [f"{name}-{n}" for n in range(count)]}
         if name in self._pending or name in self._samples:
             return future
@@ -434,19 +497,25 @@ class Service:
         prompt = wire.read_prompt(request, vocabulary=self._run.vocabulary, longest=longest - 1)
         settings = wire.read_sampling(request, self.config.rollout.sampling, self._run.vocabulary)
         if len(prompt) + settings.max_new_tokens > longest:
-            raise RefusedError(f"max_tokens={settings.max_new_tokens}: with the prompt above {longest}. Ask for fewer.")
+            raise RefusedError(
+                f"max_tokens={settings.max_new_tokens}: with the prompt above {longest}. Ask for fewer."
+            )
         seed = wire.read_seed(request)
         with_prompt = wire.flag(request, "prompt_logprobs")
         passed = [self._prompt_log_probs(prompt, policy, version)] if with_prompt and len(prompt) > 1 else []
         sampled = self._run.sample(
             [prompt], count, settings, seed=seed, record=False, adapter=policy.adapter, version=version
         )
-        self._pending[name] = task = asyncio.ensure_future(self._answer_sample(name, [sampled, *passed], with_prompt))
+        self._pending[name] = task = asyncio.ensure_future(
+            self._answer_sample(name, [sampled, *passed], with_prompt)
+        )
         task.add_done_callback(lambda done: self._pending.pop(name))
         return future
 
     def _sampled(self, sampler: str) -> tuple[_Policy, int | None]:
-        """Return a sampler's policy and version, None for the newest. Raises RefusedError if engines lack it."""
+        """Return a sampler's policy and version, None for the newest. Raises RefusedError if
+        engines lack it.
+        """
         self.check_sampler(sampler)
         model, weights = self._samplers[sampler]
         policy = self._models[model] if model else self._base
@@ -454,12 +523,16 @@ class Service:
             return policy, None
         sent = policy.sent.get((model, weights)) if policy.adapter else None
         if sent is None or not sent.done():
-            raise RefusedError("sampling_session_id: newer weights are served. Use the newest sampling client.")
+            raise RefusedError(
+                "sampling_session_id: newer weights are served. Use the newest sampling client."
+            )
         return policy, sent.result()
 
     def _prompt_log_probs(self, prompt: list[int], policy: _Policy, version: int | None) -> Future[Any]:
         if policy.weights != policy.published or version is not None:
-            raise RefusedError("prompt_logprobs: the trainer has newer weights. Save them for a sampler first.")
+            raise RefusedError(
+                "prompt_logprobs: the trainer has newer weights. Save them for a sampler first."
+            )
         row = {"input_ids": np.array(prompt, np.int32), "loss_mask": np.arange(len(prompt)) > 0}
         role = "policy" if policy.adapter in self._policies else "reference"
         return self._run.forward(self._run.batch([row]), role, adapter=policy.adapter)
@@ -480,7 +553,8 @@ class Service:
         while len(self._samples) > MOST_ANSWERS:
             self._samples.pop(next(iter(self._samples)))
 
-    # --- sessions -----------------------------------------------------------------------------------------------------
+    # --- sessions
+    # -----------------------------------------------------------------------------------------------------
 
     def create_session(self) -> str:
         name = uuid.uuid4().hex
@@ -508,7 +582,8 @@ class Service:
 
 def _name(request: dict[str, Any]) -> str:
     """Name of a new model, as the SDK derives it."""
-    session, number = wire.text(request, "session_id"), wire.whole(request, "model_seq_id", -1, 0, wire.LARGEST)
+    session = wire.text(request, "session_id")
+    number = wire.whole(request, "model_seq_id", -1, 0, wire.LARGEST)
     return f"{session}:train:{number}"
 
 

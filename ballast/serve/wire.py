@@ -3,7 +3,8 @@
     Datum     model_input 5 7 9        target_tokens 7 9 2      weights 0 1 1
     row       input_ids   5 7 9 2      loss_mask   . x x x      weights . 0 1 1
 
-JSON, but for `forward_backward`'s requests and the answers with arrays, which are protobuf (`tinker_public.proto`).
+JSON, but for `forward_backward`'s requests and the answers with arrays, which are protobuf
+(`tinker_public.proto`).
 """
 
 import json
@@ -29,7 +30,12 @@ CLIPS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 LOSS_SETTINGS = {"ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": "beta"}}
 STEP_SETTINGS = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
 STEP_SETTINGS |= {"weight_decay": "weight_decay"}
-UNSUPPORTED = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
+UNSUPPORTED = [
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+]
 UNSUPPORTED += ["record_stability_info", "prompt_logprobs_last_n"]
 SAMPLING = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
 MOST_STOPS = 256  # which the engine looks for after every token
@@ -86,11 +92,14 @@ def read_message(body: bytes) -> Any:
     try:
         return messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise RefusedError("body: not a ForwardBackwardRequest. Use the `tinker` SDK of docs/serve.md.") from None
+        raise RefusedError(
+            "body: not a ForwardBackwardRequest. Use the `tinker` SDK of docs/serve.md."
+        ) from None
 
 
 def read_pass(found: Any, *, vocabulary: int, longest: int) -> tuple[Rows, SumLossConfig]:
-    """Return rows as `OpenRun.batch` takes them, and the loss. longest: sequence that the model takes, in tokens.
+    """Return rows as `OpenRun.batch` takes them, and the loss. longest: sequence that the model takes, in
+    tokens.
 
     Raises RefusedError for what the loss cannot mean.
     """
@@ -99,14 +108,19 @@ def read_pass(found: Any, *, vocabulary: int, longest: int) -> tuple[Rows, SumLo
         raise RefusedError("data: empty. Pass at least one Datum.")
     rows = [_row(datum, loss.name, vocabulary, longest) for datum in found.data]
     names = {name for row in rows for name in row}
-    rows = [{name: row.get(name, np.ones(len(row["input_ids"]), np.float32)) for name in names} for row in rows]
+    rows = [
+        {name: row.get(name, np.ones(len(row["input_ids"]), np.float32)) for name in names} for row in rows
+    ]
     return rows, loss
 
 
 def _loss(found: Any) -> SumLossConfig:
     if found.loss_fn not in SUM_LOSS_NAMES:
-        raise RefusedError(f"loss_fn={found.loss_fn}: not supported. Choose one of {', '.join(SUM_LOSS_NAMES)}.")
-    allowed, settings = LOSS_SETTINGS.get(found.loss_fn, {}), dict[str, float]()
+        raise RefusedError(
+            f"loss_fn={found.loss_fn}: not supported. Choose one of {', '.join(SUM_LOSS_NAMES)}."
+        )
+    allowed = LOSS_SETTINGS.get(found.loss_fn, {})
+    settings = dict[str, float]()
     for name, value in found.loss_fn_config_v2.items():
         if name not in allowed or not value.HasField("number"):
             known = ", ".join(allowed) or "none"
@@ -120,7 +134,9 @@ def _row(datum: Any, loss: str, vocabulary: int, longest: int) -> dict[str, np.n
     inputs = {name: _dense(name, tensor, len(ids)) for name, tensor in datum.loss_fn_inputs.items()}
     targets = inputs.pop("target_tokens", None)
     if targets is None or not np.array_equal(targets[:-1], ids[1:]):
-        raise RefusedError("target_tokens: not the tokens that follow model_input's. Shift model_input by one token.")
+        raise RefusedError(
+            "target_tokens: not the tokens that follow model_input's. Shift model_input by one token."
+        )
     needed = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
     if loss == "cross_entropy":
         inputs.setdefault("weights", np.ones(len(ids), np.float32))
@@ -157,7 +173,9 @@ def _dense(name: str, tensor: Any, length: int) -> np.ndarray:
         raise RefusedError(f"{name}: its type is not supported. Pass float32 or int64.")
     values = _numbers(tensor.dense, DTYPES[tensor.dtype])
     if len(values) != length:
-        raise RefusedError(f"{name}: it has {len(values)} numbers for {length} tokens of model_input. Pass one each.")
+        raise RefusedError(
+            f"{name}: it has {len(values)} numbers for {length} tokens of model_input. Pass one each."
+        )
     if name != "target_tokens" and not np.isfinite(values).all():
         raise RefusedError(f"{name}: NaN or infinite. Pass finite numbers.")
     return values if name == "target_tokens" else values.astype(np.float32)
@@ -179,7 +197,8 @@ def pass_answer(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
     found = messages.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn", metrics=metrics)
     values = [row[1:].astype(np.float32) for row in log_probs]
     field = found.loss_fn_outputs.add(num_datums=len(values)).fields["logprobs"]
-    field.dtype, field.data = messages.DTYPE_FLOAT32, b"".join(row.tobytes() for row in values)
+    field.dtype = messages.DTYPE_FLOAT32
+    field.data = b"".join(row.tobytes() for row in values)
     field.offsets = np.cumsum([0] + [row.nbytes for row in values]).astype(np.int64).tobytes()
     return Answer(found.SerializeToString(), protobuf=True)
 
@@ -248,7 +267,9 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
 def _check_range(name: str, ids: Sequence[int], vocabulary: int) -> None:
     """An id outside the model would end a rank or an engine."""
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise RefusedError(f"{name}: an id is outside the model's vocabulary of {vocabulary}. Use its tokenizer.")
+        raise RefusedError(
+            f"{name}: an id is outside the model's vocabulary of {vocabulary}. Use its tokenizer."
+        )
 
 
 def read_step(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,7 +315,9 @@ def flag(given: Mapping[str, Any], name: str) -> bool:
 def text(given: Mapping[str, Any], name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str) or not 1 <= len(value) <= LONGEST_TEXT:
-        raise RefusedError(f"{name}={value!r:.40}: not a text of 1 to {LONGEST_TEXT} characters. Use the `tinker` SDK.")
+        raise RefusedError(
+            f"{name}={value!r:.40}: not a text of 1 to {LONGEST_TEXT} characters. Use the `tinker` SDK."
+        )
     return value
 
 

@@ -28,13 +28,17 @@ def cluster_address(config: TrainingConfig) -> str:
 
 def check_address(config: TrainingConfig) -> None:
     """Raise ConfigError unless the address has a form that a run can join."""
-    address, key = cluster_address(config), _key(config)
+    address = cluster_address(config)
+    key = _key(config)
     if address.startswith("ray://"):
         raise ConfigError(
-            f"{key}={address}: Ray Client is not supported. Start the run inside the cluster with `ray job submit`."
+            f"{key}={address}: Ray Client is not supported. Start the run inside the cluster with `ray job "
+            "submit`."
         )
     if address not in (LOCAL, AUTO) and not HOST_AND_PORT.fullmatch(address):
-        raise ConfigError(f"{key}={address} is neither host:port nor auto. Ray's port is 6379 unless set otherwise.")
+        raise ConfigError(
+            f"{key}={address} is neither host:port nor auto. Ray's port is 6379 unless set otherwise."
+        )
 
 
 def check_cluster(config: TrainingConfig) -> None:
@@ -49,15 +53,16 @@ def check_cluster(config: TrainingConfig) -> None:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         if error := _error(channel, HEALTH):
             raise ResourceError(
-                f"{where}: no Ray head node answers ({error.code().name}: {error.details()}). Give the port of "
-                "`ray start --head`, 6379 unless set otherwise. Check the host, firewalls, and `ray status` there."
+                f"{where}: no Ray head node answers ({error.code().name}: {error.details()}). Give the port "
+                "of `ray start --head`, 6379 unless set otherwise. Check the host, firewalls, and `ray "
+                "status` there."
             )
         token, source = _token()
         refused = _error(channel, CLUSTER_ID, (("authorization", f"Bearer {token}"),) if token else ())
         if refused and refused.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise ResourceError(
-                f"{where}: the cluster wants its token, and {source}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
-                "what `ray get-auth-token` prints on its head node."
+                f"{where}: the cluster wants its token, and {source}. Set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
             )
 
 

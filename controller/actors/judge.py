@@ -39,8 +39,9 @@ COUNTED = ("answers", "unparsed", "dropped", "tokens", "seconds")
 class Case:
     """A sample before the judge.
 
-    score: without the judge. left: answers that are awaited. answer: the last one. grades: of each answer `judge`, from
-    0 to 1, and other numbers that the parser returned. failure: why the last answer without a grade has none.
+    score: without the judge. left: answers that are awaited. answer: the last one. grades: of each answer
+    `judge`, from 0 to 1, and other numbers that the parser returned. failure: why the last answer without a
+    grade has none.
     """
 
     key: Key
@@ -52,7 +53,9 @@ class Case:
     failure: str = ""
 
     def judged(self, weight: float) -> Score:
-        """Return the score with the mean grade. Without a grade the sample fails, and its turns earned nothing."""
+        """Return the score with the mean grade. Without a grade the sample fails, and its turns earned
+        nothing.
+        """
         score = replace(self.score, judgement=self.answer, scored=time.time())
         if score.failure:
             return score
@@ -74,9 +77,15 @@ class Judge:
         renderer: Renderer,
         seed: int,
     ) -> None:
-        """engines: its own, or the policy's with reward.judge.model=policy. parser: scores answers as responses."""
-        self.settings, self._engines, self._seed = settings, engines, seed
-        self._questions, self._renderer, self._parsing = questions, renderer, parser.begin()
+        """engines: its own, or the policy's with reward.judge.model=policy. parser: scores answers as
+        responses.
+        """
+        self.settings = settings
+        self._engines = engines
+        self._seed = seed
+        self._questions = questions
+        self._renderer = renderer
+        self._parsing = parser.begin()
         self._router = engines.begin(settings.sampling, self._answered).router
         self._numbers = itertools.count()
         self._asked: dict[str, Sequence[Case]] = {}
@@ -86,11 +95,14 @@ class Judge:
 
     def ask(self, cases: Sequence[Case]) -> None:
         """Ask about each response, or compare each with the next ones of its group, in a ring."""
-        settings, count = self.settings, len(cases)
+        settings = self.settings
+        count = len(cases)
         questions: list[tuple[Case, ...]] = [(case,) for case in cases]
         if settings.form == "pairwise":
             distances = range(1, min(settings.opponents, count - 1) + 1)
-            questions = [(a, cases[(i + distance) % count]) for i, a in enumerate(cases) for distance in distances]
+            questions = [
+                (a, cases[(i + distance) % count]) for i, a in enumerate(cases) for distance in distances
+            ]
         if not questions:  # others of its group have no score
             cases[0].grades.append({"judge": TIE})
         for case in itertools.chain(*questions):
@@ -99,7 +111,8 @@ class Judge:
             self._put(question)
 
     def _put(self, cases: Sequence[Case]) -> None:
-        settings, prompt = self.settings, cases[0].prompt
+        settings = self.settings
+        prompt = cases[0].prompt
         where = f"the question about prompt {prompt.uid}"
         try:
             text = self._questions.text(prompt.columns, [case.score.response for case in cases])
@@ -112,16 +125,20 @@ class Judge:
             return
         self._looked = self._looked if self._asked else time.monotonic()
         for number in range(settings.samples):
-            uid, name = f"judge {next(self._numbers)}", f"{[case.key for case in cases]}/{text}"
+            uid = f"judge {next(self._numbers)}"
+            name = f"{[case.key for case in cases]}/{text}"
             self._asked[uid] = cases
             seed = sample_seed(self._seed, JUDGE_STEP, name, number)
             self._router.submit([SampleRequest(uid, 0, ids, seed, timeout_s=settings.timeout_s)])
 
     def advance(self, timeout_s: float = 0.0, *, pump: bool = True) -> None:
-        """Read answers. Waits up to `timeout_s` for the first. pump: not in a callback of the same engines."""
+        """Read answers. Waits up to `timeout_s` for the first. pump: not in a callback of the
+        same engines.
+        """
         now = time.monotonic()
         self._counts["seconds"] += now - self._looked if self._asked else 0.0
-        self._looked, busy = now, not self._router.done
+        self._looked = now
+        busy = not self._router.done
         if pump and busy and self._engines.pump(timeout_s):
             while self._engines.pump():
                 pass
@@ -135,18 +152,22 @@ class Judge:
 
     def take_metrics(self) -> dict[str, float]:
         """Return counts since the last call."""
-        counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
+        counts = self._counts
+        self._counts = dict.fromkeys(COUNTED, 0.0)
         return {f"judge/{name}": count for name, count in counts.items()}
 
     def take_failures(self) -> dict[str, list[str]]:
         """Return places and causes of answers that gave no grade since the last call, by kind."""
-        failures, self._failures = self._failures, {DROPPED: [], UNPARSED: []}
+        failures = self._failures
+        self._failures = {DROPPED: [], UNPARSED: []}
         return failures
 
     def _answered(self, results: list[SampleResult], block: ray.ObjectRef) -> None:
         self._counts["answers"] += len(results)
         self._counts["tokens"] += sum(result.prompt_tokens + result.response_tokens for result in results)
-        self._parsing.submit(results, block, {result.uid: self._asked[result.uid][0].prompt for result in results})
+        self._parsing.submit(
+            results, block, {result.uid: self._asked[result.uid][0].prompt for result in results}
+        )
 
     def _hear(self, cases: Sequence[Case], answer: Score) -> None:
         lowest, highest = self.settings.grades
@@ -163,7 +184,9 @@ class Judge:
         parts = {f"judge/{name}": value for name, value in answer.parts.items()}
         self._grade(cases, failure, {"judge": grade, **parts}, {"judge": 1.0 - grade})
 
-    def _grade(self, cases: Sequence[Case], failure: str, *grades: dict[str, float], answers: int = 1) -> None:
+    def _grade(
+        self, cases: Sequence[Case], failure: str, *grades: dict[str, float], answers: int = 1
+    ) -> None:
         for place, case in enumerate(cases):
             case.left -= answers
             if failure:
@@ -178,13 +201,16 @@ class JudgedScoring(Scoring):
     def __init__(self, pool: RewardPool, judge: Judge, samples: int) -> None:
         """samples: of a group."""
         super().__init__(pool)
-        self._judge, self._samples = judge, samples
+        self._judge = judge
+        self._samples = samples
         self._prompts: dict[Key, Prompt] = {}
         self._groups: dict[str, list[Case]] = {}  # until they are asked about
         self._missing: Counter[str] = Counter()  # samples of a group that are not judged
         self._cases: dict[Key, Case] = {}
 
-    def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
+    def submit(
+        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
+    ) -> None:
         super().submit(results, block, prompts)
         self._prompts |= {result.key: prompts[result.uid] for result in results}
         self._ask(super().ready())
@@ -205,15 +231,19 @@ class JudgedScoring(Scoring):
         self._ask(super().ready(0.0 if self._cases else timeout_s))
         self._judge.advance(timeout_s if self._cases else 0.0)
         done = [self._cases.pop(key) for key, case in list(self._cases.items()) if not case.left]
-        return {case.key: self._pool.checked(case.key, case.judged(self._judge.settings.weight)) for case in done}
+        return {
+            case.key: self._pool.checked(case.key, case.judged(self._judge.settings.weight)) for case in done
+        }
 
     def _ask(self, scores: Mapping[Key, Score], *, last: bool = False) -> None:
-        """Ask about complete groups, and with `last` about all. A single response is a group unless they are compared.
+        """Ask about complete groups, and with `last` about all. A single response is a group unless they are
+        compared.
 
         Samples without a score are not judged.
         """
         for key, score in scores.items():
-            case, uid = Case(key, self._prompts.pop(key), score), key[0]
+            case = Case(key, self._prompts.pop(key), score)
+            uid = key[0]
             if score.failure:
                 self._cases[key] = case
                 self._missing[uid] += 1

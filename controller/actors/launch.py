@@ -1,6 +1,7 @@
 """Launch a run's worker groups, engines and reward workers, which start and end together.
 
-layout -> reserve pools -> engines | policy, reference, critic, reward model | rewards -> WorkerGroups -> end all
+layout -> reserve pools -> engines | policy, reference, critic, reward model | rewards -> WorkerGroups -> end
+all
 """
 
 import math
@@ -60,7 +61,9 @@ CLASSES: dict[str, type[Worker]] = {
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """All actors of a run. groups: actors that hold a model, by role. rollouts, rewards: empty without sampling."""
+    """All actors of a run. groups: actors that hold a model, by role. rollouts, rewards: empty without
+    sampling.
+    """
 
     groups: dict[str, WorkerGroup]
     rollouts: EnginePool
@@ -100,25 +103,33 @@ class WorkerGroups:
 
         texts: see `ScoreRequest`. A judge reads all.
         """
-        return JudgedScoring(self.rewards, self.judge, samples) if self.judge else self.rewards.begin(texts=texts)
+        return (
+            JudgedScoring(self.rewards, self.judge, samples)
+            if self.judge
+            else self.rewards.begin(texts=texts)
+        )
 
     def of_reference(self, method: str) -> GroupMethod:
         """Return a method of the reference, or else of the policy without adapters."""
-        found: GroupMethod = getattr(self.reference or self.policy, method if self.reference else f"reference_{method}")
+        found: GroupMethod = getattr(
+            self.reference or self.policy, method if self.reference else f"reference_{method}"
+        )
         return found
 
     def send_weights(self, version: int, adapter: str = "") -> dict[str, float]:
         """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
 
-        adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes sleeping engines.
-        Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
+        adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes
+        sleeping engines. Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
         """
         if not self.rollouts.actors:
             return {}
         if self.lora_policies > 1:
             if adapter:
                 self.policy.use_adapters(adapter)
-            self.rollouts.update_adapters({adapter: self.policy.export_adapters()[0]} if adapter else {}, version)
+            self.rollouts.update_adapters(
+                {adapter: self.policy.export_adapters()[0]} if adapter else {}, version
+            )
             return {}
         if self.device_to_device:
             self.rollouts.receive_weights(lambda: self._with_engines("send_weights", version), version)
@@ -148,7 +159,8 @@ class WorkerGroups:
     def _with_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
 
-        The transfer has no watchdog: a rank would wait forever for a dead engine. So engines are polled meanwhile.
+        The transfer has no watchdog: a rank would wait forever for a dead engine. So engines are polled
+        meanwhile.
         """
         deadline = time.monotonic() + self.transfer_timeout_s
 
@@ -156,8 +168,8 @@ class WorkerGroups:
             self.rollouts.check_alive()
             if time.monotonic() > deadline:
                 raise LostError(
-                    f"policy.{method} did not finish within resources.collective_timeout_s={self.transfer_timeout_s:g} "
-                    "s, and no engine says why."
+                    f"policy.{method} did not finish within "
+                    f"resources.collective_timeout_s={self.transfer_timeout_s:g} s, and no engine says why."
                 )
 
         try:
@@ -170,12 +182,18 @@ class WorkerGroups:
         """Return every micro-step's time since the last call, by the rank's actor."""
         taken = [(group, group.take_micro_step_times.remote()) for group in self.groups.values()]
         return {
-            name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
+            name: times
+            for group, future in taken
+            for name, times in zip(group.names, future.result(), strict=True)
         }
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
-        """Return weight updates since the last call, by actor. Engines that do not answer in time are skipped."""
-        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
+        """Return weight updates since the last call, by actor. Engines that do not answer in time are
+        skipped.
+        """
+        asked = {
+            actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()
+        }
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
@@ -200,10 +218,10 @@ def launch(
 ) -> Iterator[WorkerGroups]:
     """Start all actors of a run and yield them. Afterwards end them and release all bundles.
 
-    only: training roles to start, without engines and rewards, empty for everything. total_steps: optimiser steps of
-    the policy. environment: see `EnvironmentPool`, empty for one turn. parser: of a judge's answers, None without a
-    judge. budget: for engines, None allows run.max_restarts. live: receives engines' states and queues. fit: decides
-    model.gradient_checkpointing=auto, given the GiB of a GPU (0 on CPUs).
+    only: training roles to start, without engines and rewards, empty for everything. total_steps: optimiser
+    steps of the policy. environment: see `EnvironmentPool`, empty for one turn. parser: of a judge's answers,
+    None without a judge. budget: for engines, None allows run.max_restarts. live: receives engines' states
+    and queues. fit: decides model.gradient_checkpointing=auto, given the GiB of a GPU (0 on CPUs).
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
@@ -214,12 +232,15 @@ def launch(
             no_engines = EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
             yield WorkerGroups(groups, no_engines, RewardPool([], "", RewardConfig(workers=0), cpus=0.0))
             return
-        colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
+        colocated = config.rollout_placement == "colocated"
+        timeout_s = config.resources.start_timeout_s
         deltas = config.rollout.weight_sync == "delta"
         several = config.model.lora.policies
         between_gpus = config.uses_gpus and "policy" in config.training_roles and not deltas and several == 1
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
-        devices = shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
+        devices = (
+            shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
+        )
         front = session_front(config, console, stack) if config.rollout.agent == HTTP else None
         rollouts = EnginePool(
             engine_maker(config, start.bundles, start.requests["rollout"], devices, environment, front),
@@ -236,7 +257,8 @@ def launch(
         stack.callback(rollouts.stop)
         rollouts.start()
         judging = start.judge_engines() or rollouts
-        cpus, plays = start.requests["reward"].cpus, bool(config.rollout.environment and not config.rollout.runs_agent)
+        cpus = start.requests["reward"].cpus
+        plays = bool(config.rollout.environment and not config.rollout.runs_agent)
         reward_pool = RewardPool(
             rewards,
             config.model.path,
@@ -248,8 +270,8 @@ def launch(
         stack.callback(reward_pool.stop)
         judge = start.judge(judging, parser) if parser else None
         if colocated:
-            # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
-            # It sleeps until the policy sends its weights for the first round of generation.
+            # An engine sizes its cache by the free memory: on a shared GPU it must start before models are
+            # loaded. It sleeps until the policy sends its weights for the first round of generation.
             with start.waiting("engines, which load the model"):
                 rollouts.wait_started(timeout_s)
             rollouts.sleep()
@@ -280,15 +302,20 @@ class _Launch:
         fit: Callable[[TrainingConfig, float], TrainingConfig] | None,
     ) -> None:
         self.fit = fit if config.model.gradient_checkpointing == "auto" else None
-        self.stack, self.config, self.console = stack, config, console
+        self.stack = stack
+        self.config = config
+        self.console = console
         self.roles = only or config.training_roles
-        self.classes, self.total_steps = dict(CLASSES), {"policy": total_steps}
+        self.classes = dict(CLASSES)
+        self.total_steps = {"policy": total_steps}
         if isinstance(config, Config):
             self.total_steps["critic"] = config.critic_optimizer_steps
         else:
             self.classes["policy"] = RewardModelTrainer if config.head == "value" else OfflinePolicyWorker
         self.groups: dict[str, WorkerGroup] = {}
-        self.bundles = {pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))}
+        self.bundles = {
+            pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))
+        }
         self.requests = {request.role: request for request in role_requests(config)}
         if only:
             self.requests = {role: self.requests[role] for role in only}
@@ -304,7 +331,8 @@ class _Launch:
         return self.console.waiting(f"{what} (at most {setting}={value_of(self.config, setting):g} s)")
 
     def group(self, role: str) -> WorkerGroup:
-        config, request = self.config, self.requests[role]
+        config = self.config
+        request = self.requests[role]
         with self.waiting(f"the processes of {role}"):
             group = WorkerGroup(
                 role,
@@ -326,11 +354,14 @@ class _Launch:
     def judge_engines(self) -> EnginePool | None:
         """Start the engines of a judge that has its own."""
         assert isinstance(self.config, Config)
-        own, resources, make = self.config.judge_engines, self.config.resources, None
+        own = self.config.judge_engines
+        resources = self.config.resources
+        make = None
         if own is None:
             return None
         make = engine_maker(own, self.bundles, self.requests["judge"], [], b"")
-        budget, log = RestartBudget(self.config.run.max_restarts), self.console.log
+        budget = RestartBudget(self.config.run.max_restarts)
+        log = self.console.log
         timeout_s = resources.start_timeout_s
         engines = EnginePool(make, own.rollout, budget, start_timeout_s=timeout_s, name="judge", log=log)
         self.stack.callback(engines.stop)
@@ -341,12 +372,16 @@ class _Launch:
         from workers.model.model import load_tokenizer
 
         assert isinstance(self.config, Config)
-        config, settings, model = self.config, self.config.reward.judge, self.config.judge_model
+        config = self.config
+        settings = self.config.reward.judge
+        model = self.config.judge_model
         timeout_s = config.resources.user_code_timeout_s
         renderer = Renderer.with_template(load_tokenizer(model.path), model.chat_template, 0, timeout_s)
         # A sample fails if all its answers do: reward.on_failure is of samples.
         rewards = replace(config.reward, workers=1, on_failure="zero")
-        answers = RewardPool([parser], model.path, rewards, self.requests["reward"].cpus, name="judge answers")
+        answers = RewardPool(
+            [parser], model.path, rewards, self.requests["reward"].cpus, name="judge answers"
+        )
         self.stack.callback(answers.stop)
         questions = Questions(settings, config.data.prompt_key, renderer.tokenizer)
         return Judge(settings, engines, answers, questions, renderer, config.run.seed)
@@ -364,7 +399,9 @@ class _Launch:
                 }
                 self.console.log(checkpointing_words(model))
             with self.waiting(f"{role}, which loads its model"):
-                parameters = group.build.remote(checkpointing).result(self.config.resources.start_timeout_s)[0]
+                parameters = group.build.remote(checkpointing).result(self.config.resources.start_timeout_s)[
+                    0
+                ]
             if role == "policy":
                 ranks = counted(self.config.policy.data_parallel, "rank")
                 self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
@@ -379,7 +416,8 @@ def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list
 
 def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
     """Start the actor on the driver's node from which agents elsewhere get sessions. Raises ConfigError."""
-    gateway, node = config.rollout.gateway, ray.get_runtime_context().get_node_id()
+    gateway = config.rollout.gateway
+    node = ray.get_runtime_context().get_node_id()
     front = (
         ray.remote(SessionFront)
         .options(
@@ -403,14 +441,18 @@ def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
         ray.get(front.start.remote(), timeout=config.resources.start_timeout_s)
     except RayError as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        raise cause if isinstance(cause, BallastError) else WorkerError(f"the front of sessions: {error}") from error
+        raise (
+            cause if isinstance(cause, BallastError) else WorkerError(f"the front of sessions: {error}")
+        ) from error
     console.log(f"agents get sessions at POST http://{gateway.host}:{gateway.port}/sessions")
     return front
 
 
 def _end_front(front: Any) -> None:
     with suppress(RayError):
-        ray.get(front.stop.options(max_task_retries=0).remote(), timeout=ANSWER_SECONDS)  # frees its port at once
+        ray.get(
+            front.stop.options(max_task_retries=0).remote(), timeout=ANSWER_SECONDS
+        )  # frees its port at once
     ray.kill(front)
 
 
@@ -422,15 +464,15 @@ def engine_maker(
     environment: bytes,
     front: Any = None,
 ) -> MakeActor:
-    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty. front: actor
-    of `SessionFront`.
+    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty.
+    front: actor of `SessionFront`.
     """
     actor_class = ray.remote(VllmEngineActor)
 
     def make(replica: int, attempt: int) -> Any:
         rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
-        # Ray 2.60 leaves the GPUs of an actor that reserves none as they are. A cluster that was started with the
-        # second variable at 1 would hide them.
+        # Ray 2.60 leaves the GPUs of an actor that reserves none as they are. A cluster that was started with
+        # the second variable at 1 would hide them.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -1,4 +1,5 @@
-"""Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.launch` starts it.
+"""Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.launch`
+starts it.
 
     training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
     rollout pool     one bundle for each engine             with separate GPUs if rollout.placement is apart
@@ -6,7 +7,8 @@
     judge pool       one bundle for each engine of a judge, with separate GPUs
     no pool                                                 reward workers, wherever there is room
 
-The bundles of a pool are equal, so any bundle suits any rank. `placement` assigns them once Ray has put them on nodes.
+The bundles of a pool are equal, so any bundle suits any rank. `placement` assigns them once Ray has put them
+on nodes.
 """
 
 import math
@@ -22,8 +24,10 @@ Bundle = dict[str, float]
 class Pool:
     """Equal bundles that are reserved together. The roles in a pool share them rank by rank.
 
-    groups: sizes of groups of consecutive ranks that should share a node, each a divisor of the next. engines,
-    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines. An engine needs one node.
+    groups: sizes of groups of consecutive ranks that should share a node, each a divisor of the next.
+    engines,
+    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines. An engine needs one
+    node.
     """
 
     name: str
@@ -50,7 +54,9 @@ def training_pool(config: TrainingConfig) -> Pool:
     parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
     # Every bundle has room for an engine's actor, because bundles must be equal.
     bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
-    tensor, context, expert = parallel.tensor_parallel, parallel.context_parallel, parallel.expert_parallel
+    tensor = parallel.tensor_parallel
+    context = parallel.context_parallel
+    expert = parallel.expert_parallel
     sharing = (tensor, tensor * context, *(math.lcm(tensor * context, expert),) * (expert > 1))
     return Pool(
         "training",
@@ -64,7 +70,8 @@ def training_pool(config: TrainingConfig) -> Pool:
 def rollout_pool(config: TrainingConfig) -> Pool | None:
     if not isinstance(config, Config) or config.rollout_placement == "colocated":
         return None
-    bundle, gpus = {"CPU": config.resources.cpus_per_worker}, reserved_by_engine(config)
+    bundle = {"CPU": config.resources.cpus_per_worker}
+    gpus = reserved_by_engine(config)
     return Pool("rollout", (bundle | ({"GPU": gpus} if gpus else {}),) * config.engines)
 
 
@@ -76,13 +83,16 @@ def reserved_by_engine(config: Config) -> float:
 def pools(config: TrainingConfig) -> list[Pool]:
     """Return everything that is reserved, training first because its groups need whole nodes."""
     training = training_pool(config) if config.training_roles else None
-    judge = rollout_pool(config.judge_engines) if isinstance(config, Config) and config.judge_engines else None
+    judge = (
+        rollout_pool(config.judge_engines) if isinstance(config, Config) and config.judge_engines else None
+    )
     found = (training, rollout_pool(config), replace(judge, name="judge") if judge else None)
     return [pool for pool in found if pool is not None]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
-    cpus, workers = config.resources.cpus_per_worker, config.training_workers
+    cpus = config.resources.cpus_per_worker
+    workers = config.training_workers
     training_gpus = 1.0 / max(1, len(config.training_roles)) if config.uses_gpus else 0.0
     requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
     return requests + (_sampling_requests(config, cpus) if isinstance(config, Config) else [])
@@ -91,7 +101,8 @@ def role_requests(config: TrainingConfig) -> list[RoleRequest]:
 def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
     gpus = reserved_by_engine(config)
     pool = "training" if config.rollout_placement == "colocated" else "rollout"
-    own, judge = config.judge_engines, []
+    own = config.judge_engines
+    judge = []
     if own:
         judge = [RoleRequest("judge", own.engines, cpus, reserved_by_engine(own), "judge")]
     parsers = 1 if config.uses_judge else 0  # of the judge's answers
@@ -112,14 +123,19 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     """Warn of GPUs without work. gpus: of the cluster, 0 if unknown."""
     if not config.uses_gpus:
         return []
-    (engines, each), shared, used = config.colocated_engines, config.training_workers, int(reserved(config, "GPU"))
+    (engines, each), shared, used = (
+        config.colocated_engines,
+        config.training_workers,
+        int(reserved(config, "GPU")),
+    )
     warnings = []
     if gpus > used:
         more = "policy.data_parallel or rollout.replicas" if config.samples else "policy.data_parallel"
         warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {more}.")
     if engines and engines * each < shared:
         warnings.append(
-            f"{shared - engines * each} of the policy's {shared} GPUs are idle while {counted(engines, 'engine')} of "
-            f"{counted(each, 'GPU')} generate. Set rollout.replicas=0. rollout.tensor_parallel must divide {shared}."
+            f"{shared - engines * each} of the policy's {shared} GPUs are idle while "
+            f"{counted(engines, 'engine')} of {counted(each, 'GPU')} generate. Set rollout.replicas=0. "
+            f"rollout.tensor_parallel must divide {shared}."
         )
     return warnings

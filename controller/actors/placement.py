@@ -2,13 +2,14 @@
 
     Pool --Ray reserves--> node of every bundle --bundle_of_rank--> bundle of every rank, the same for all roles
 
-Ray orders bundles by an unstable sort, so bundles i and i + 1 often lie on different nodes. Groups of consecutive ranks
-are therefore assigned to nodes, largest groups first: each node takes as many whole groups as it has room for.
+Ray orders bundles by an unstable sort, so bundles i and i + 1 often lie on different nodes. Groups of
+consecutive ranks are therefore assigned to nodes, largest groups first: each node takes as many whole groups
+as it has room for.
 
     groups of 2 on nodes of 5 and 3 bundles     0 1 2 3 | 4 5     then one by one     6 | 7
 
-A node of c bundles has room for floor(c / s) groups of size s. If every size divides the next, every node takes exactly
-that many of every size, and no other assignment keeps more groups whole.
+A node of c bundles has room for floor(c / s) groups of size s. If every size divides the next, every node
+takes exactly that many of every size, and no other assignment keeps more groups whole.
 """
 
 import math
@@ -47,8 +48,8 @@ def _rooms(nodes: Sequence[Hashable]) -> list[list[int]]:
 def _sizes(pool: Pool) -> Iterator[list[int]]:
     """Group sizes, smallest first, each a divisor of the next.
 
-    An engine that neither divides a group nor consists of whole groups joins a block of both. If that splits a group
-    and saves no engine, the groups alone decide.
+    An engine that neither divides a group nor consists of whole groups joins a block of both. If that splits
+    a group and saves no engine, the groups alone decide.
     """
     engine = pool.engine_ranks if pool.engines else 1
     yield sorted({engine, *(size if engine % size == 0 else math.lcm(size, engine) for size in pool.groups)})
@@ -56,7 +57,8 @@ def _sizes(pool: Pool) -> Iterator[list[int]]:
 
 
 def _assign(rooms: list[int], sizes: list[int]) -> list[int]:
-    left, assigned = list(rooms), list[int]()
+    left = list(rooms)
+    assigned = list[int]()
     for size in [*reversed(sizes), 1]:
         for node, room in enumerate(left):
             taken = room // size * size
@@ -79,7 +81,8 @@ def _check_engines(pool: Pool, nodes: list[int], rooms: list[list[int]]) -> None
     if split:
         counts = " + ".join(str(len(room)) for room in rooms)
         raise ResourceError(
-            f"rollout {split[0]} would share GPUs of several nodes, but an engine lives on one: pool {pool.name} has "
-            f"{counts} bundles on its nodes, and an engine takes {pool.engine_ranks} of one node. Choose "
-            "rollout.tensor_parallel so that it divides the GPUs of a node, or rollout.placement=apart."
+            f"rollout {split[0]} would share GPUs of several nodes, but an engine lives on one: pool "
+            f"{pool.name} has {counts} bundles on its nodes, and an engine takes {pool.engine_ranks} of one "
+            "node. Choose rollout.tensor_parallel so that it divides the GPUs of a node, or "
+            "rollout.placement=apart."
         )

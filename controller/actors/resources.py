@@ -30,7 +30,9 @@ class Reservation:
     bundle_of_rank: tuple[int, ...]
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_of_rank[rank])
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundle_of_rank[rank]
+        )
 
     def release(self) -> None:
         remove_placement_group(self.group)
@@ -74,19 +76,21 @@ def shortage(pool: Pool, available: Mapping[str, Any]) -> Bundle:
 
 
 def _shortage_message(pool: Pool, timeout_s: float) -> str:
-    cluster, free = ray.cluster_resources(), ray.available_resources()
+    cluster = ray.cluster_resources()
+    free = ray.available_resources()
     missing = shortage(pool, cluster) or shortage(pool, free)
     where = "the whole cluster" if shortage(pool, cluster) else "what other jobs left free"
     lacks = ", ".join(f"{amount:g} {resource}" for resource, amount in missing.items())
     if not missing:
         largest = max(pool.bundles, key=lambda bundle: sum(bundle.values()))
-        where, lacks = "one node", f"room for a bundle of {largest}"
+        where = "one node"
+        lacks = f"room for a bundle of {largest}"
     counts = {
         resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}"
         for resource in sorted(pool.bundles[0])
     }
     return (
-        f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed within "
-        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}). Start more nodes, lower policy.data_parallel or "
-        f"rollout.replicas, or raise resources.placement_timeout_s."
+        f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed "
+        f"within {timeout_s:g} s: {lacks} missing in {where} ({counts}). Start more nodes, lower "
+        "policy.data_parallel or rollout.replicas, or raise resources.placement_timeout_s."
     )

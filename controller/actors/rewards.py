@@ -38,11 +38,12 @@ class RewardPool:
         image_key: str = "",
         name: str = "reward",
     ) -> None:
-        """with_environment: whether an environment adds its reward to that of the functions. image_key: column in which
-        functions get images. name: of its actors.
+        """with_environment: whether an environment adds its reward to that of the functions. image_key:
+        column in which functions get images. name: of its actors.
         """
         self._columns = sorted({name for function in functions for name in function.columns})
-        self._on_failure, self._adds = config.on_failure, with_environment and bool(functions)
+        self._on_failure = config.on_failure
+        self._adds = with_environment and bool(functions)
         self._image_key = image_key if image_key in self._columns else ""
         actor_class = ray.remote(RewardWorker)
         self._actors = [
@@ -51,7 +52,8 @@ class RewardPool:
             )
             for i in range(config.workers)
         ]
-        self._tokenizer_path, self._next = tokenizer_path, 0
+        self._tokenizer_path = tokenizer_path
+        self._next = 0
 
     def wait_ready(self, timeout_s: float) -> None:
         ready = [actor.ready.remote() for actor in self._actors]
@@ -59,8 +61,9 @@ class RewardPool:
             ray.get(ready, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise ResourceError(
-                f"{len(ready)} reward workers were not up within resources.start_timeout_s={timeout_s:g} s: the "
-                "cluster has no room for them, or they hang. Lower reward.workers or resources.cpus_per_worker."
+                f"{len(ready)} reward workers were not up within resources.start_timeout_s={timeout_s:g} s: "
+                "the cluster has no room for them, or they hang. Lower reward.workers or "
+                "resources.cpus_per_worker."
             ) from None
         except ray.exceptions.RayError as error:
             raise WorkerError(f"a reward worker could not start: {error}") from error
@@ -69,11 +72,18 @@ class RewardPool:
         return Scoring(self, texts)
 
     def score(
-        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt], texts: bool
+        self,
+        results: Sequence[SampleResult],
+        block: ray.ObjectRef,
+        prompts: Mapping[str, Prompt],
+        texts: bool,
     ) -> ray.ObjectRef:
-        """Score samples that have a row in the block, on the next actor, and return a reference to a list of Score."""
+        """Score samples that have a row in the block, on the next actor, and return a reference to a list of
+        Score.
+        """
         rows = [
-            prompts[result.uid].columns | ({MESSAGES: result.messages} if result.messages else {}) for result in results
+            prompts[result.uid].columns | ({MESSAGES: result.messages} if result.messages else {})
+            for result in results
         ]
         requests = [
             ScoreRequest(
@@ -105,7 +115,9 @@ class RewardPool:
 
         return AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
 
-    def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
+    def joined(
+        self, results: Sequence[SampleResult], scores: Sequence[Score]
+    ) -> dict[tuple[str, int], Score]:
         """Return scores by key, with environments'.
 
         Raises WorkerError for a failure with reward.on_failure=stop, DataError for a reserved name of a part.
@@ -144,10 +156,13 @@ def _images_of(prompt: Prompt, result: SampleResult) -> Placed:
 class Scoring:
     def __init__(self, pool: RewardPool, texts: bool = True) -> None:
         """texts: see `ScoreRequest`."""
-        self._pool, self._texts = pool, texts
+        self._pool = pool
+        self._texts = texts
         self._pending: dict[ray.ObjectRef, list[SampleResult]] = {}
 
-    def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
+    def submit(
+        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
+    ) -> None:
         finished = [result for result in results if result.row >= 0]
         if finished:
             self._pending[self._pool.score(finished, block, prompts, self._texts)] = finished
@@ -156,7 +171,9 @@ class Scoring:
         """Expect no score of a sample that was given up."""
 
     def collect(self) -> dict[tuple[str, int], Score]:
-        """Wait for all scores, by key. Raises WorkerError as `joined`, LostError if an actor was lost too often."""
+        """Wait for all scores, by key. Raises WorkerError as `joined`, LostError if an actor was lost too
+        often.
+        """
         return self._take(list(self._pending))
 
     def ready(self, timeout_s: float = 0.0) -> dict[tuple[str, int], Score]:

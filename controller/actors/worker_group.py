@@ -52,14 +52,17 @@ class GroupFuture:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """refs: one small result per rank, which arrives when its call ends."""
-        self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
+        self._label = label
+        self._names = dict(zip(refs, names, strict=True))
+        self._join = join
         self._meanwhile = meanwhile
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
         """Wait for every rank, then join. meanwhile: called every MEANWHILE_SECONDS. Its errors end the wait.
 
-        Raises at the first failed rank, because others may be stuck in a collective: LostError for a lost actor, our
-        errors unchanged, WorkerError with the remote traceback otherwise, and if no rank finishes for `timeout_s`.
+        Raises at the first failed rank, because others may be stuck in a collective: LostError for a lost
+        actor, our errors unchanged, WorkerError with the remote traceback otherwise, and if no rank finishes
+        for `timeout_s`.
         """
         waiting = list(self._names)
         while waiting:
@@ -92,9 +95,13 @@ class GroupFuture:
             if isinstance(error.cause, BallastError):
                 raise type(error.cause)(f"{self._names[ref]}: {error.cause}") from error
             if isinstance(error.cause, ObjectLostError):
-                raise LostError(f"{self._label} needed tokens of a node that was lost: {cause_of(error)}") from error
+                raise LostError(
+                    f"{self._label} needed tokens of a node that was lost: {cause_of(error)}"
+                ) from error
             self._raise_lost(others)
-            raise WorkerError(f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}") from error
+            raise WorkerError(
+                f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}"
+            ) from error
         except RayError as error:
             raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
 
@@ -109,18 +116,23 @@ class GroupFuture:
                 except RayTaskError:
                     continue
                 except RayError as error:
-                    raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
+                    raise LostError(
+                        f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}"
+                    ) from error
 
 
 class GroupMethod:
     def __init__(self, group: "WorkerGroup", name: str, mode: DispatchMode) -> None:
-        self._group, self._name, self._mode = group, name, mode
+        self._group = group
+        self._name = name
+        self._mode = mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: Any, **kwargs: Any) -> GroupFuture:
-        group, mode = self._group, self._mode
+        group = self._group
+        mode = self._mode
         arguments = split_arguments(mode, group.ranks, args, kwargs, ray.put)
         label = f"{group.role}.{self._name}"
         calls = [
@@ -129,12 +141,14 @@ class GroupMethod:
             .remote(*positional, **named)
             for actor, (positional, named) in zip(group.actors, arguments, strict=True)
         ]
-        # A kept first return value stays in the object store. The second, small one shows that it is complete.
+        # A kept first return value stays in the object store. The second, small one shows that it is
+        # complete.
         done = [call[1] for call in calls] if mode.join.keeps_first else calls
         return GroupFuture(label, group.names, done, lambda: self._join(args, calls, done), group.meanwhile)
 
     def _join(self, args: tuple[Any, ...], calls: list[Any], done: list[ray.ObjectRef]) -> Any:
-        join, counted = self._mode.join, leaders(self._group.ranks, args)
+        join = self._mode.join
+        counted = leaders(self._group.ranks, args)
         if join is Join.LIST:
             return ray.get(done)
         if join is Join.RANK_ZERO:
@@ -167,14 +181,16 @@ class WorkerGroup:
     ) -> None:
         """Start pp * dp * cp * tp actors and their process group, in the order of `ParallelRanks`.
 
-        collective_timeout_s: of waits within a collective. Raises WorkerError if a worker cannot be built or the
-        process group is not up within `timeout_s`.
+        collective_timeout_s: of waits within a collective. Raises WorkerError if a worker cannot be built or
+        the process group is not up within `timeout_s`.
         """
         self.role = role
         self.meanwhile: Callable[[], None] | None = None
         """Called while the driver waits for a method (see `GroupFuture.result`)."""
         places = itertools.product(range(pp), range(dp), range(cp), range(tp))
-        self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t, pp=p) for i, (p, d, c, t) in enumerate(places)]
+        self.ranks = [
+            RankCoordinates(index=i, dp=d, cp=c, tp=t, pp=p) for i, (p, d, c, t) in enumerate(places)
+        ]
         self.names = [_actor_name(role, rank, {"cp": cp, "tp": tp, "pp": pp}) for rank in self.ranks]
         actor_class = ray.remote(worker_class)
         self.actors = [
@@ -199,7 +215,9 @@ class WorkerGroup:
 
     def _start(self, timeout_s: float, collective_timeout_s: float) -> None:
         built = [actor.address.remote() for actor in self.actors]
-        addresses = GroupFuture(f"{self.role} start-up", self.names, built, lambda: ray.get(built)).result(timeout_s)
+        addresses = GroupFuture(f"{self.role} start-up", self.names, built, lambda: ray.get(built)).result(
+            timeout_s
+        )
         hosts = [host for host, _ in addresses]
         joined = [
             actor.join_group.remote(*addresses[0], collective_timeout_s, hosts.count(host))

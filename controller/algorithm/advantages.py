@@ -2,9 +2,9 @@
 
     rewards, groups --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
 
-Advantages of tokens, compared with a critic, are computed on the ranks: `workers.model.losses.returns`. Groups may have
-any size, and row order does not matter. A group of one has advantage 0 if the estimator compares within the group
-alone.
+Advantages of tokens, compared with a critic, are computed on the ranks: `workers.model.losses.returns`.
+Groups may have any size, and row order does not matter. A group of one has advantage 0 if the estimator
+compares within the group alone.
 
 Estimators take rewards, float [B], and groups, int64 [B] (samples of one prompt have one number), and return
 float64 [B].
@@ -32,7 +32,8 @@ EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 class Estimator:
     """columns: keywords of `function` that are columns [B] of the batch. options: keywords that are settings.
 
-    slope: dA_i / dr_i with the baseline and the scale held, which the group's samples give. None for other forms.
+    slope: dA_i / dr_i with the baseline and the scale held, which the group's samples give. None for other
+    forms.
     """
 
     function: Callable[..., np.ndarray]
@@ -67,11 +68,15 @@ def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.n
     ConfigError for an unknown name, DataError for a missing column.
     """
     if name not in ESTIMATORS:
-        raise ConfigError(f"algorithm.advantage={name} is not an estimator. Known are {', '.join(ESTIMATORS)}")
+        raise ConfigError(
+            f"algorithm.advantage={name} is not an estimator. Known are {', '.join(ESTIMATORS)}"
+        )
     found = ESTIMATORS[name]
     missing = [column for column in ("reward", "group_number", *found.columns) if column not in batch]
     if missing:
-        raise DataError(f"algorithm.advantage={name} needs the column {missing[0]!r}. The batch has {sorted(batch)}")
+        raise DataError(
+            f"algorithm.advantage={name} needs the column {missing[0]!r}. The batch has {sorted(batch)}"
+        )
     keywords = {column: batch[column] for column in found.columns}
     keywords |= {option: options[option] for option in found.options if option in options}
     return found.function(batch["reward"], batch["group_number"], **keywords)
@@ -101,8 +106,8 @@ def grpo(
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over the group of i
 
-    Without `normalize_by_std` only the numerator, see `dr_grpo`. The standard deviation is the sample's (n - 1), as in
-    TRL and verl.
+    Without `normalize_by_std` only the numerator, see `dr_grpo`. The standard deviation is the sample's (n -
+    1), as in TRL and verl.
     """
     centred = rewards - _mean(rewards, groups)
     return centred / (_deviation(rewards, groups) + epsilon) if normalize_by_std else centred
@@ -146,8 +151,9 @@ def reinforce_plus_plus(
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over all sequences, each counted once for each of its tokens
 
-    With the reward at the last token and no discount, every token's return is r_i. With `algorithm.gamma` below 1 or a
-    KL in the reward, returns differ by token: see `PolicyWorker.token_advantages`. The deviation is the population's.
+    With the reward at the last token and no discount, every token's return is r_i. With `algorithm.gamma`
+    below 1 or a KL in the reward, returns differ by token: see `PolicyWorker.token_advantages`. The deviation
+    is the population's.
     tokens: int [B], loss tokens.
     """
     return whiten(rewards, tokens, epsilon=epsilon)
@@ -157,7 +163,8 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
 ) -> np.ndarray:
-    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): normalised by the batch, not by the group.
+    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): normalised by the batch, not by the
+    group.
 
         c_i = r_i - mean of the group(r)        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
 
@@ -168,7 +175,8 @@ def reinforce_plus_plus_baseline(
 
 @estimator("remax", columns=("greedy_reward",), slope=_one)
 def remax(rewards: np.ndarray, groups: np.ndarray, *, greedy_reward: np.ndarray) -> np.ndarray:
-    """ReMax (Li et al. 2024, algorithm 2): the reward of the greedy response to the same prompt is the baseline.
+    """ReMax (Li et al. 2024, algorithm 2): the reward of the greedy response to the same prompt is the
+    baseline.
 
     A_i = r_i - r(greedy response to the prompt of i)
     """
@@ -189,13 +197,14 @@ def opo(rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray) -> np.nd
 
 @estimator("pass_at_k", options=("k",))
 def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float = EPSILON) -> np.ndarray:
-    """Pass@k training (Chen et al. 2025): GRPO over all k-subsets S of the group, each rewarded by its best member.
+    """Pass@k training (Chen et al. 2025): GRPO over all k-subsets S of the group, each rewarded by its best
+    member.
 
         A_i = (E[max r_S | i in S] - E[max r_S]) / (std(max r_S) + epsilon)      S uniform over the subsets of k
 
-    In ascending order the j-th reward is the best of C(j-1, k-1) of C(n, k) subsets, and of C(j-2, k-2) of C(n-1, k-1)
-    that contain an i < j. For rewards 0 and 1 this is the paper's analytical form. k = 1 is GRPO with the population's
-    deviation. A group of at most k has advantage 0.
+    In ascending order the j-th reward is the best of C(j-1, k-1) of C(n, k) subsets, and of C(j-2, k-2) of
+    C(n-1, k-1) that contain an i < j. For rewards 0 and 1 this is the paper's analytical form. k = 1 is GRPO
+    with the population's deviation. A group of at most k has advantage 0.
     """
     advantages = np.zeros(len(rewards))
     order = np.argsort(groups, kind="stable")
@@ -206,7 +215,8 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float
 
 
 def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarray:
-    n, order = len(rewards), np.argsort(rewards)
+    n = len(rewards)
+    order = np.argsort(rewards)
     ascending = rewards[order]
     best = np.array([comb(j, k - 1) / comb(n, k) for j in range(n)])
     mean = best @ ascending
@@ -221,7 +231,8 @@ def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarr
 
 @estimator("maxrl", slope=_per_mean)
 def maxrl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Maximum-likelihood reinforcement learning (Tajwar et al. 2026): the gradient of log pass rate, not of pass rate.
+    """Maximum-likelihood reinforcement learning (Tajwar et al. 2026): the gradient of log pass rate, not of
+    pass rate.
 
         A_i = (r_i - mean(r)) / mean(r)      over the group of i; 0 where mean(r) = 0
 
@@ -229,8 +240,8 @@ def maxrl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
     if np.min(rewards, initial=0.0) < 0:
         raise DataError(
-            f"algorithm.advantage=maxrl takes rewards as rates of success, but one is {np.min(rewards)}. Let the "
-            "reward function return no negative numbers"
+            f"algorithm.advantage=maxrl takes rewards as rates of success, but one is {np.min(rewards)}. "
+            "Let the reward function return no negative numbers"
         )
     mean = _mean(rewards, groups)
     return np.divide(rewards - mean, mean, out=np.zeros(len(rewards)), where=mean > 0)
@@ -248,7 +259,8 @@ def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: fl
 def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
     """True if the rewards of a sequence's group differ, bool [B]."""
     names, group = np.unique(uids, return_inverse=True)
-    highest, lowest = np.full(len(names), -np.inf), np.full(len(names), np.inf)
+    highest = np.full(len(names), -np.inf)
+    lowest = np.full(len(names), np.inf)
     np.maximum.at(highest, group, rewards)
     np.minimum.at(lowest, group, rewards)
     return (highest > lowest)[group]
@@ -280,7 +292,8 @@ def sequence_advantages(
     rewards: np.ndarray,
     function: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Return an advantage per row by `algorithm.advantage`, float32 [B]. A sample of several rows counts once.
+    """Return an advantage per row by `algorithm.advantage`, float32 [B]. A sample of several rows counts
+    once.
 
     function: algorithm.advantage_function, of columns by name.
     """
@@ -292,7 +305,9 @@ def sequence_advantages(
 
 
 def sample_columns(batch: RemoteBatch) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return the columns [S] of samples, as estimators and users' functions read them, and each row's sample [B]."""
+    """Return the columns [S] of samples, as estimators and users' functions read them, and each row's sample
+    [B].
+    """
     first, sample = samples_of(batch)
     tokens = np.bincount(sample, batch["response_tokens"]).astype(np.int64)
     columns = {name: column[first] for name, column in batch.columns.items()}
@@ -308,8 +323,8 @@ def sequence_slopes(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.
     if found is None or found.slope is None:
         known = ", ".join(name for name, each in ESTIMATORS.items() if each.slope)
         raise DataError(
-            f"algorithm.advantage={algorithm.advantage}: an agent gave rewards to single responses, which it cannot "
-            f"compare with those of whole sessions. Use one of {known}, or reward sessions alone."
+            f"algorithm.advantage={algorithm.advantage}: an agent gave rewards to single responses, which "
+            f"it cannot compare with those of whole sessions. Use one of {known}, or reward sessions alone."
         )
     first, sample = samples_of(batch)
     options = {"normalize_by_std": algorithm.normalize_by_std} if found.options else {}

@@ -7,14 +7,15 @@
     episode             0                                    the sample's reward
     turn                what the environment gave for it     the rest, so that they add up to the sample's reward
 
-All that belongs to the whole sample lies on its last turn: reward functions, a reward model, reward.overlong_tokens, a
-group's baseline, and a KL by sequence. A KL by token stays at its token.
+All that belongs to the whole sample lies on its last turn: reward functions, a reward model,
+reward.overlong_tokens, a group's baseline, and a KL by sequence. A KL by token stays at its token.
 
 An agent's session may also have rewards of single responses, see `workers.agents.session`:
 
     rewards of sessions, offsets of turns --A + offset s--> column `by_turn` --> tokens, on ranks
 
-S samples, B rows of a batch. A sample has several rows where `rollout.history=template` or an agent makes them.
+S samples, B rows of a batch. A sample has several rows where `rollout.history=template` or an agent makes
+them.
 """
 
 import itertools
@@ -32,7 +33,8 @@ from workers.model.losses.returns import discounted_returns
 def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
     """Return pairs (tokens, r_k) of the turns of each row, or (tokens, A_k) with gigpo, objects [B].
 
-    rewards: float [B], of the row's sample. batch: `credit` (see `Score`), `response_tokens` and `group_number`.
+    rewards: float [B], of the row's sample. batch: `credit` (see `Score`), `response_tokens` and
+    `group_number`.
     """
     first, sample = samples_of(batch)
     tokens, earned, states = zip(*(zip(*batch["credit"][row], strict=True) for row in first), strict=True)
@@ -48,19 +50,24 @@ def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray)
 
 
 def has_offsets(batch: RemoteBatch) -> bool:
-    """Whether an agent gave rewards to single responses. batch: perhaps `offsets`, objects [B] (see `Score.credit`)."""
+    """Whether an agent gave rewards to single responses. batch: perhaps `offsets`, objects [B] (see
+    `Score.credit`).
+    """
     return any(offset for row in batch.columns.get("offsets", ()) for _, offset, _ in row)
 
 
 def of_sessions(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
-    """Return pairs (tokens, A_k) of the turns of each row, objects [B]. Raises DataError as `sequence_slopes`.
+    """Return pairs (tokens, A_k) of the turns of each row, objects [B]. Raises DataError as
+    `sequence_slopes`.
 
         A_k = A + offset_k s        mean over the leaves below turn k of (r_leaf - baseline) / scale, s = 1 / scale
 
     A, baseline and scale: by algorithm.advantage from the sessions' rewards, float [B].
     """
     first, sample = samples_of(batch)
-    slopes, found = (each(algorithm, batch, rewards)[first] for each in (sequence_slopes, sequence_advantages))
+    slopes, found = (
+        each(algorithm, batch, rewards)[first] for each in (sequence_slopes, sequence_advantages)
+    )
     tokens, offsets, _ = zip(*(zip(*batch["offsets"][row], strict=True) for row in first), strict=True)
     numbers = [a + s * np.array(each) for a, s, each in zip(found, slopes, offsets, strict=True)]
     return by_row(sample, batch["response_tokens"], tokens, numbers)
@@ -75,12 +82,14 @@ def gigpo(
     weight: float,
     normalize_by_std: bool,
 ) -> list[np.ndarray]:
-    """Group-in-group policy optimisation (Feng et al. 2025, arXiv 2505.10978, eqs. 3 to 8): A_k of each sample.
+    """Group-in-group policy optimisation (Feng et al. 2025, arXiv 2505.10978, eqs. 3 to 8): A_k of each
+    sample.
 
         G_k = r_k + gamma G_{k+1}        A_k = A(reward; group of the sample) + weight A(G_k; turns of equal state)
 
-    A is `grpo`'s, with the deviation or without. Equal states are of the same group of samples, and a state that occurs
-    once has A = 0. As in verl-agent, a state is what the environment said last, without the history.
+    A is `grpo`'s, with the deviation or without. Equal states are of the same group of samples, and a state
+    that occurs once has A = 0. As in verl-agent, a state is what the environment said last, without the
+    history.
     rewards: float [S]. groups: int [S]. of_turns: r_k. states: int, of each turn.
     """
     counts = np.array([len(turns) for turns in of_turns])
@@ -98,7 +107,8 @@ def by_row(
 ) -> np.ndarray:
     """Deal the turns of samples to their rows, in order: pairs (tokens, number), objects [B].
 
-    sample, row_tokens: int [B], of each row, trained tokens alone. tokens, numbers: of the turns of each sample.
+    sample, row_tokens: int [B], of each row, trained tokens alone. tokens, numbers: of the turns of each
+    sample.
     """
     turns = [iter(zip(*each, strict=True)) for each in zip(tokens, numbers, strict=True)]
     rows = []

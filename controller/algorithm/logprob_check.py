@@ -4,10 +4,10 @@
     first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
     every step                          also samples of older weights, after the update     --> policy.max_mismatch
 
-The second check finds a transfer that loses a weight, or an engine that keeps a packed copy of the old weight: both
-agree until a weight changes. Both checks precede the optimiser's step. An algorithm without a log-prob pass gets one.
-Samples of older weights also differ because the policy has learned since. With rollout.max_staleness a step may
-have no samples of its current weights. The second check then generates some.
+The second check finds a transfer that loses a weight, or an engine that keeps a packed copy of the old
+weight: both agree until a weight changes. Both checks precede the optimiser's step. An algorithm without a
+log-prob pass gets one. Samples of older weights also differ because the policy has learned since. With
+rollout.max_staleness a step may have no samples of its current weights. The second check then generates some.
 """
 
 import math
@@ -35,18 +35,24 @@ class AtEqualWeights(Enum):
 
 class LogProbCheck:
     def __init__(self, config: Config, first_version: int, log: Callable[[str], None] | None = None) -> None:
-        """first_version: the attempt's first weights. log: receives differences in place of an error, for a replay,
-        which has no engines to compare with."""
-        self._limit, self._first = config.policy.max_mismatch, first_version
-        self._dtype, self._log = config.compute_dtype, log
+        """first_version: the attempt's first weights. log: receives differences in place of an error, for a
+        replay, which has no engines to compare with.
+        """
+        self._limit = config.policy.max_mismatch
+        self._first = first_version
+        self._dtype = config.compute_dtype
+        self._log = log
         exact = log is None and compares_exactly(config)
-        self._pending: set[AtEqualWeights] = {AtEqualWeights.FIRST, AtEqualWeights.CHANGED} if exact else set()
+        self._pending: set[AtEqualWeights] = (
+            {AtEqualWeights.FIRST, AtEqualWeights.CHANGED} if exact else set()
+        )
         self._kept: tuple[int, dict[str, float]] = 0, {}
 
     def at_equal_weights(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> AtEqualWeights:
         """Return the comparison that samples [B] allow, unless made before.
 
-        oldest, newest: weight versions of each sample, which may span several. current: the trainer's version.
+        oldest, newest: weight versions of each sample, which may span several. current: the trainer's
+        version.
         """
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
         found = AtEqualWeights.FIRST if current == self._first else AtEqualWeights.CHANGED
@@ -64,7 +70,8 @@ class LogProbCheck:
         """
         if MEAN not in metrics or not metrics[MEAN].weight:
             return
-        mean, largest = metrics[MEAN].result(), metrics[LARGEST].result()
+        mean = metrics[MEAN].result()
+        largest = metrics[LARGEST].result()
         if problem := beyond(mean, largest, self._limit, self._dtype, equal_weights):
             if self._log is None:
                 raise MismatchError(f"step {step}: {problem}")
@@ -98,13 +105,15 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights:
     told = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
     if math.isnan(mean):
         return (
-            "log-probs of engines and trainer differ by NaN: one of them produced NaN. No weights were sent and "
-            "nothing was saved. Resume from the last checkpoint with a lower policy.optimizer.learning_rate."
+            "log-probs of engines and trainer differ by NaN: one of them produced NaN. No weights were "
+            "sent and nothing was saved. Resume from the last checkpoint with a lower "
+            "policy.optimizer.learning_rate."
         )
     if equal_weights is not AtEqualWeights.NONE and mean > TOLERANCE[dtype]:
         return (
-            f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine "
-            "does not compute what the trainer does. `python -m ballast doctor` compares them with a tiny model."
+            f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): "
+            "the engine does not compute what the trainer does. `python -m ballast doctor` compares them "
+            "with a tiny model."
         )
     if mean > limit:
         return (

@@ -4,8 +4,8 @@
                                      --summarize--> one number a name
     PromptValues --interval--> each prompt 0 or 1: Wilson's score interval, else a percentile bootstrap of prompts
 
-A response is right if its score `success` is at least `threshold`. Intervals are over prompts, because the responses to
-one prompt are not independent.
+A response is right if its score `success` is at least `threshold`. Intervals are over prompts, because the
+responses to one prompt are not independent.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +20,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """scores: `reward` and further numbers. answer: read by the reward function, or "". text: for the record."""
+    """scores: `reward` and further numbers. answer: read by the reward function, or "". text: for
+    the record.
+    """
 
     uid: str
     source: str
@@ -49,10 +51,11 @@ class PromptValues:
 
 
 def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
-    """Return the mean of every score, and pass@k and maj@n for several responses per prompt, overall and by source.
+    """Return the mean of every score, and pass@k and maj@n for several responses per prompt, overall and by
+    source.
 
-    pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
-    `SOURCE/reward`. A score is averaged over the responses that have it.
+    pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`,
+    `pass@4`, `SOURCE/reward`. A score is averaged over the responses that have it.
     """
     return {name: values.value for name, values in by_prompt(responses, success, threshold).items()}
 
@@ -80,9 +83,12 @@ def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
     return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 
-def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
+def _of_one_source(
+    responses: Sequence[ScoredResponse], success: str, threshold: float
+) -> dict[str, PromptValues]:
     names = sorted(
-        {name for response in responses for name in response.scores}, key=lambda name: (name != "reward", name)
+        {name for response in responses for name in response.scores},
+        key=lambda name: (name != "reward", name),
     )
     groups: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
@@ -95,7 +101,9 @@ def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold:
             values = [pass_at_k(len(marks), sum(marks), k) for marks in right.values() if len(marks) >= k]
             metrics[f"pass@{k}"] = PromptValues.of(values)
         if any(response.answer for response in responses):
-            votes = [majority_is_right([r.answer for r in group], right[uid]) for uid, group in groups.items()]
+            votes = [
+                majority_is_right([r.answer for r in group], right[uid]) for uid, group in groups.items()
+            ]
             metrics[f"maj@{n}"] = PromptValues.of(votes)
     return metrics
 
@@ -103,7 +111,9 @@ def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold:
 def _score(groups: Sequence[Sequence[ScoredResponse]], name: str) -> PromptValues:
     scores = [[response.scores[name] for response in group if name in response.scores] for group in groups]
     there = [found for found in scores if found]
-    return PromptValues(np.array([sum(found) for found in there]), np.array([float(len(found)) for found in there]))
+    return PromptValues(
+        np.array([sum(found) for found in there]), np.array([float(len(found)) for found in there])
+    )
 
 
 def _is_right(response: ScoredResponse, success: str, threshold: float) -> bool:
@@ -121,8 +131,8 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Return the share of the most frequent answers that is right (Wang et al. 2023), or 0 without answers.
 
-    Responses without an answer do not vote. Ties count equally, among answers and among verdicts on equal answers, so
-    order does not matter.
+    Responses without an answer do not vote. Ties count equally, among answers and among verdicts on equal
+    answers, so order does not matter.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -164,12 +174,15 @@ def _is_binary(values: PromptValues) -> bool:
 
 
 def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
-    """Return the score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n), that is
+    """Return the score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n),
+    that is
 
     (p_hat + z^2 / 2n -+ z sqrt(p_hat (1 - p_hat) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """
-    z, share = NormalDist().inv_cdf(0.5 + confidence / 2), successes / trials
-    centre, scale = share + z * z / (2 * trials), 1 + z * z / trials
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    scale = 1 + z * z / trials
     margin = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     # At 0 and at `trials` one end is the share itself, but for rounding.
     low = 0.0 if successes == 0 else (centre - margin) / scale
@@ -177,8 +190,11 @@ def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float
 
 
 def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
-    """Return the percentile interval (Efron 1979) of sum(sums) / sum(counts) over draws of prompts with replacement."""
-    prompts, rng = len(values.sums), np.random.default_rng(0)
+    """Return the percentile interval (Efron 1979) of sum(sums) / sum(counts) over draws of prompts with
+    replacement.
+    """
+    prompts = len(values.sums)
+    rng = np.random.default_rng(0)
     at_a_time = max(1, NUMBERS_AT_A_TIME // prompts)
     found = []
     for start in range(0, RESAMPLES, at_a_time):

@@ -36,7 +36,10 @@ class CheckpointWriter:
 
     def __init__(self, roles: WorkerGroups, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
         self.failures = 0
-        self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
+        self._roles = roles
+        self._folder = run_folder.resolve()
+        self._keep = keep
+        self._log = log
         self._begun = 0
 
     def begin(self, progress: Progress, write_more: WriteMore | None = None) -> None:
@@ -78,7 +81,9 @@ class CheckpointWriter:
         except CheckpointError as error:
             self.failures += 1
             left = next(iter(checkpoints_at(self._folder)), None)
-            resumed = f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
+            resumed = (
+                f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
+            )
             self._log(f"{clause(error)}. The run continues, and {resumed}.")
             return False
         return True
@@ -88,11 +93,13 @@ class CheckpointWriter:
             prune(self._folder / FOLDER.parent / role, self._keep)
 
 
-def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
+def resume(
+    config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], None], data: dict[str, Any]
+) -> Progress:
     """Load the newest good checkpoint for run.resume. Returns a fresh Progress without one.
 
-    data: identity of the training data, see run.on_data_change. Raises CheckpointError if there are checkpoints and
-    none loads, because a fresh start would overwrite them.
+    data: identity of the training data, see run.on_data_change. Raises CheckpointError if there are
+    checkpoints and none loads, because a fresh start would overwrite them.
     """
     if config.run.resume == "never":
         return Progress(data=data)
@@ -100,8 +107,12 @@ def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], Non
     candidates = checkpoints_at(folder.resolve())
     for path in candidates:
         try:
-            found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
-            samples, replay = (str(file) if file.exists() else "" for file in (samples_path(path), replay_path(path)))
+            found = [
+                group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()
+            ]
+            samples, replay = (
+                str(file) if file.exists() else "" for file in (samples_path(path), replay_path(path))
+            )
             progress = replace(Progress(**found[0]), samples=samples, replay=replay)
         except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
             log(f"{path} cannot be loaded: {error}")
@@ -116,7 +127,9 @@ def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], Non
             progress = replace(progress, position=0, active=[], samples="", replay="", sampler=None)
         return replace(progress, data=data)
     if candidates:
-        raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
+        raise CheckpointError(
+            f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded."
+        )
     return Progress(data=data)
 
 

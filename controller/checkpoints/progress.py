@@ -63,7 +63,9 @@ def replay_path(policy_checkpoint: Path) -> Path:
 
 
 def remove_old_samples(run_folder: Path) -> None:
-    """Remove sample files of checkpoints that are gone. Those newer than all complete checkpoints are being saved."""
+    """Remove sample files of checkpoints that are gone. Those newer than all complete checkpoints are being
+    saved.
+    """
     there = {manifest.step for _, manifest in complete(run_folder / FOLDER)}
     for path in (run_folder / FOLDER.parent).glob("*/step-*.npz"):
         step = int(path.stem.removeprefix("step-"))
@@ -72,7 +74,9 @@ def remove_old_samples(run_folder: Path) -> None:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """List complete checkpoints, newest first: `path` itself, or a run's. Raises CheckpointError for a torn `path`."""
+    """List complete checkpoints, newest first: `path` itself, or a run's. Raises CheckpointError for a torn
+    `path`.
+    """
     if (path / MANIFEST).exists():
         read_manifest(path)
         return [path]
@@ -92,6 +96,6 @@ def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> 
     found = differences(now, then)
     if found:
         raise ConfigError(
-            f"run.resume: {path} was trained on other data: {'; '.join(found)}. Set that back, or continue with "
-            "the new data by run.on_data_change=restart (from its first prompt) or keep_place."
+            f"run.resume: {path} was trained on other data: {'; '.join(found)}. Set that back, or continue "
+            "with the new data by run.on_data_change=restart (from its first prompt) or keep_place."
         )

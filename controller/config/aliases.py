@@ -20,8 +20,8 @@ TABLE = Path(__file__).with_name("counterparts.yaml")
 class Counterpart:
     """One key of another system.
 
-    here: our settings, or a section, or empty. values: our settings by their value. default: their default, if
-    leaving the key out means something else here.
+    here: our settings, or a section, or empty. values: our settings by their value. default: their default,
+    if leaving the key out means something else here.
     """
 
     system: str
@@ -33,7 +33,9 @@ class Counterpart:
 
     def is_of(self, known: Collection[str]) -> bool:
         """Whether the settings `known` include the counterpart."""
-        return all(name in known or any(other.startswith(f"{name}.") for other in known) for name in self.here)
+        return all(
+            name in known or any(other.startswith(f"{name}.") for other in known) for name in self.here
+        )
 
     @property
     def answer(self) -> str:
@@ -71,8 +73,8 @@ def _rows_of(known: frozenset[str]) -> list[tuple[str, Counterpart]]:
 def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
     """Describe the counterpart of another system's key, or return "" if the settings `known` include none.
 
-    Matches the whole key. Unless `whole`, then an end of `key` with its section, keys that end with `key`, and
-    patterns. Several counterparts are all named.
+    Matches the whole key. Unless `whole`, then an end of `key` with its section, keys that end with `key`,
+    and patterns. Several counterparts are all named.
     """
     key = key.replace("-", "_")
     rows = _rows_of(frozenset(known))

@@ -1,8 +1,8 @@
 """Conditions that sections name in `only_with`. Settings without effect are refused.
 
-"model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a, KEY left empty
-".schedule=linear or cosine"    a setting of the same section
-"GPUs"                          a name in the schema's `conditions`, with its words and whether it holds
+"model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a, KEY left
+empty ".schedule=linear or cosine"    a setting of the same section "GPUs"                          a name in
+the schema's `conditions`, with its words and whether it holds
 """
 
 import re
@@ -55,8 +55,8 @@ CONDITIONS: Conditions = {
         lambda c: c.updates_per_step > 1,
     ),
     "old policy": (
-        "batch.mini_batches, batch.epochs above 1, rollout.max_staleness or batch.replay.share above 0 (the only "
-        "update of a step starts where the samples came from: all ratios are 1)",
+        "batch.mini_batches, batch.epochs above 1, rollout.max_staleness or batch.replay.share above 0 "
+        "(the only update of a step starts where the samples came from: all ratios are 1)",
         lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
     ),
     "policy's forward pass": (
@@ -64,7 +64,8 @@ CONDITIONS: Conditions = {
         lambda c: c.has_forward_pass,
     ),
     "forward pass": (
-        "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a teacher, a critic or a reward model",
+        "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a teacher, a critic or a "
+        "reward model",
         lambda c: c.has_forward_pass or len(c.training_roles) > 1 or c.uses_reference or c.uses_teacher,
     ),
 }
@@ -106,6 +107,8 @@ def check_settings_have_effect(config: Any) -> None:
         if condition is not None:
             needed = config.conditions[condition][0] if condition in config.conditions else condition
             errors.append(
-                ConfigError(f"{found.key}={value} has no effect without {needed}. Set that, or remove {found.key}.")
+                ConfigError(
+                    f"{found.key}={value} has no effect without {needed}. Set that, or remove {found.key}."
+                )
             )
     raise_all(errors)

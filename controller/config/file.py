@@ -27,7 +27,9 @@ Numbers = dict[str, float]
 Biases = dict[int, float]
 Options = dict[str, Any]
 LONGEST_SHOWN = 100  # characters of a value in an error
-LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes without a declared maximum: anything larger is a slip
+# sizes without a declared maximum: anything larger is a slip
+LARGEST_INT = 10**9
+LARGEST_FLOAT = 1e6
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,14 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
         if is_dataclass(value):
             yield from settings(value, f"{prefix}{item.name}.", conditions)
         else:
-            yield Setting(prefix + item.name, cast(type, item.type), value, **item.metadata, only_with=conditions)
+            yield Setting(
+                prefix + item.name, cast(type, item.type), value, **item.metadata, only_with=conditions
+            )
 
 
-def leaves(content: Mapping[Any, Any], known: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    content: Mapping[Any, Any], known: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield (full key, value) of nested mappings. A mapping below a key in `known` is its value."""
     for name, value in content.items():
         key = f"{prefix}{name}"
@@ -121,8 +127,8 @@ def value_of(config: Any, key: str) -> Any:
 def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]) -> Schema:
     """Merge the schema's defaults, YAML files and `key.sub=value` overrides. Later ones win.
 
-    Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or required key not
-    set.
+    Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or
+    required key not set.
     """
     known = {found.key: found for found in settings(schema())}
     parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
@@ -153,7 +159,9 @@ def _defaults(schema: Hashable) -> Any:
 
 def _merge(merged: Any, part: DictConfig) -> Any:
     try:
-        return OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
+        return OmegaConf.unsafe_merge(
+            merged, part
+        )  # in place: `merge` copies all settings for every override
     except OmegaConfBaseException as error:
         raise _refusal(error) from None
 
@@ -176,7 +184,9 @@ _PROBLEMS = {
 def _read_file(path: Path) -> DictConfig:
     if not path.is_file():
         exists = path.exists()
-        problem = f"{path} is a folder, a pipe or a device. Name a file" if exists else f"there is no file {path}"
+        problem = (
+            f"{path} is a folder, a pipe or a device. Name a file" if exists else f"there is no file {path}"
+        )
         raise ConfigError(f"--config: {problem}.")
     try:
         _check_scalars(path.read_text(encoding="utf-8"), str(path))
@@ -191,7 +201,9 @@ def _read_file(path: Path) -> DictConfig:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except RecursionError:
-        raise ConfigError(f"{path} is nested too deep to be read. Settings are nested 4 deep at most.") from None
+        raise ConfigError(
+            f"{path} is nested too deep to be read. Settings are nested 4 deep at most."
+        ) from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
     return content
@@ -267,7 +279,9 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     key, _, value = override.partition("=")
     for name, found in known.items():
         if found.type in (Numbers, Biases) and key.startswith(f"{name}."):
-            raise ConfigError(f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'.")
+            raise ConfigError(
+                f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'."
+            )
     if not value.strip() and key in known and known[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
     try:
@@ -300,11 +314,14 @@ def _check_scalars(text: str, file: str = "", key: str = "") -> None:
         if event.tag or event.implicit[0]:
             if _SURPRISES.fullmatch(event.value):
                 raise ConfigError(
-                    f"{place}{event.value} is a number in another base in YAML. Write it in base 10, or quote a text."
+                    f"{place}{event.value} is a number in another base in YAML. Write it in base 10, or "
+                    "quote a text."
                 )
             if re.fullmatch(r"[-+]?[0-9_]{20,}", event.value):
                 digits = f"{len(event.value):,} digits"
-                raise ConfigError(f"{place}{shown(event.value)} has {digits}. Give a smaller number, or quote a text.")
+                raise ConfigError(
+                    f"{place}{shown(event.value)} has {digits}. Give a smaller number, or quote a text."
+                )
 
 
 def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
@@ -321,7 +338,9 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
 def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], source: str) -> None:
     if key not in known:
         raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
-    within = isinstance(value, (list, dict)) or (_holds_several(known[key]) and get_origin(known[key].type) is not list)
+    within = isinstance(value, (list, dict)) or (
+        _holds_several(known[key]) and get_origin(known[key].type) is not list
+    )
     if within and "${" in str(value):  # a whole list may follow another setting
         raise _no_reference(source + key)
     if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
@@ -344,7 +363,9 @@ def _leaves(
             )
         is_section = any(other.startswith(f"{key}.") for other in known)
         if is_section and not isinstance(value, dict):
-            raise ConfigError(f"{source}{key} is a section and takes settings ({key}.NAME), not {shown(value)}.")
+            raise ConfigError(
+                f"{source}{key} is a section and takes settings ({key}.NAME), not {shown(value)}."
+            )
         if is_section or (isinstance(value, dict) and key not in known):
             yield from _leaves(value, known, source, f"{key}.")
         else:
@@ -389,13 +410,15 @@ def is_of_type(value: Any, wanted: type) -> bool:
     """Whether a setting of the type `wanted` accepts `value`."""
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
-    kind, inner = get_origin(wanted), get_args(wanted)
+    kind = get_origin(wanted)
+    inner = get_args(wanted)
     if kind is list:
         return isinstance(value, list) and all(is_of_type(each, inner[0]) for each in value)
     if kind is dict:
         names, values = inner
         return isinstance(value, dict) and all(
-            isinstance(name, names) and (values is Any or is_of_type(each, values)) for name, each in value.items()
+            isinstance(name, names) and (values is Any or is_of_type(each, values))
+            for name, each in value.items()
         )
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
@@ -419,7 +442,9 @@ def _suggestion(key: str, known: list[str]) -> str:
     while section and not any(other.startswith(f"{section}.") for other in known):
         section = section.rpartition(".")[0]
     start = f"{section}." if section else ""
-    below = dict.fromkeys(other.removeprefix(start).partition(".")[0] for other in known if other.startswith(start))
+    below = dict.fromkeys(
+        other.removeprefix(start).partition(".")[0] for other in known if other.startswith(start)
+    )
     return f"{section or 'the configuration'} has {', '.join(below)}."
 
 
@@ -432,7 +457,9 @@ def _nearness(key: str, other: str) -> tuple[float, int]:
     *others, last = other.split(".")
     alike = difflib.SequenceMatcher(None, name, last).ratio()
     left = iter(others)
-    known = all(any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in left) for section in sections)
+    known = all(
+        any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in left) for section in sections
+    )
     return (alike if known and alike > 0.7 else 0, -len(others))
 
 
@@ -441,7 +468,9 @@ def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
         unset = sorted(OmegaConf.missing_keys(merged), key=list(known).index)
         if unset:
             verb = "is" if len(unset) == 1 else "are"
-            raise ConfigError(f"{', '.join(unset)} {verb} not set. Set it in the file or as {unset[0]}=VALUE.")
+            raise ConfigError(
+                f"{', '.join(unset)} {verb} not set. Set it in the file or as {unset[0]}=VALUE."
+            )
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise _refusal(error, "" if error.full_key else _wrong_list(merged, known)) from None

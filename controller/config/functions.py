@@ -1,4 +1,5 @@
-"""Find the functions that settings name, `module:function` or `path/file.py:function`, without running their source.
+"""Find the functions that settings name, `module:function` or `path/file.py:function`, without running their
+source.
 
 reward.function --check_function--> in its file --find_function--> packed, signature --requested_columns--> columns
 """
@@ -31,7 +32,8 @@ OF_SAMPLES = (
 def check_function(key: str, name: str) -> None:
     """Find a function without importing it. `key` names the setting.
 
-    Raises ConfigError if the name is malformed, the file is missing or does not compile, or lacks the function.
+    Raises ConfigError if the name is malformed, the file is missing or does not compile, or lacks the
+    function.
     """
     if name.startswith(GIVEN):
         raise ConfigError(
@@ -66,7 +68,9 @@ def check_reward_function(key: str, name: str) -> None:
 def _written_signature(arguments: ast.arguments) -> Signature:
     by_place = arguments.posonlyargs + arguments.args
     with_default = by_place[len(by_place) - len(arguments.defaults) :]
-    with_default += [name for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
+    with_default += [
+        name for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value
+    ]
     named = arguments.args + arguments.kwonlyargs
     required = tuple(argument.arg for argument in named if argument not in with_default)
     return Signature(tuple(argument.arg for argument in named), required, arguments.kwarg is not None)
@@ -83,7 +87,9 @@ def check_command(key: str, command: str) -> None:
     try:
         program = shlex.split(command)[0]
     except (ValueError, IndexError) as error:
-        raise ConfigError(f"{key}={command!r}: not a command line ({clause(error)}). Write it as in a shell.") from None
+        raise ConfigError(
+            f"{key}={command!r}: not a command line ({clause(error)}). Write it as in a shell."
+        ) from None
     if shutil.which(program) is None:
         raise ConfigError(f"{key}={command!r}: there is no program {program}. Install it, or give its path.")
 
@@ -93,9 +99,14 @@ def check_source(key: str, name: str) -> tuple[Path, SymbolTable]:
 
     Raises ConfigError if it is missing or does not compile.
     """
-    path, place = source_file(name), name.partition(":")[0]
+    path = source_file(name)
+    place = name.partition(":")[0]
     if path is None or not path.is_file():
-        what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
+        what = (
+            f"file {place}"
+            if place.endswith(".py")
+            else f"module {place} in the working directory or installed"
+        )
         raise ConfigError(f"{key}={name!r}: there is no {what}.")
     try:
         return path, symtable(path.read_text(encoding="utf-8"), str(path), "exec")
@@ -123,7 +134,8 @@ def _module_file(name: str) -> Path | None:
 def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
     """Ask each finder in turn, because editable installations add theirs."""
     for finder in sys.meta_path:
-        # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in sys.modules.
+        # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in
+        # sys.modules.
         spec = finder.find_spec(parts[-1] if finder is PathFinder else ".".join(parts), path)
         if spec is not None:
             return spec
@@ -133,10 +145,11 @@ def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
 def requested_columns(
     signature: Signature, record: Mapping[str, Any], name: str, *, key: str = "reward.function"
 ) -> tuple[str, ...]:
-    """Return the record columns, and `response_raw`, that the function takes besides `response` or `responses`.
+    """Return the record columns, and `response_raw`, that the function takes besides `response` or
+    `responses`.
 
-    A function with `solution_str` takes verl's arguments. key: its setting. Raises ConfigError if it takes none of
-    these, or requires a column that the data lack.
+    A function with `solution_str` takes verl's arguments. key: its setting. Raises ConfigError if it takes
+    none of these, or requires a column that the data lack.
     """
     names = set(signature.names)
     check_reward_parameters(signature, key, name)
@@ -148,35 +161,44 @@ def requested_columns(
 
 
 def check_reward_parameters(signature: Signature, key: str, name: str) -> None:
-    """Raise ConfigError unless a function takes responses. The record's columns are checked by `requested_columns`."""
+    """Raise ConfigError unless a function takes responses. The record's columns are checked by
+    `requested_columns`.
+    """
     names = set(signature.names)
     if "completions" in signature.required:
         raise ConfigError(
-            f"{key}={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
-            "of all samples, or 'response', a single text, and returns a number for each (see docs/migration.md)."
+            f"{key}={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the "
+            "texts of all samples, or 'response', a single text, and returns a number for each (see "
+            "docs/migration.md)."
         )
     if "solution_strs" in signature.required:
         raise ConfigError(
-            f"{key}={name!r} takes 'solution_strs', as verl's batch manager gives. Here it takes 'solution_str' with "
-            "verl's other arguments, or 'responses', the texts of all samples, with lists of columns."
+            f"{key}={name!r} takes 'solution_strs', as verl's batch manager gives. Here it takes "
+            "'solution_str' with verl's other arguments, or 'responses', the texts of all samples, with "
+            "lists of columns."
         )
     takes_responses = len(names & RESPONSES) == 1 or signature.takes_all or is_verl_form(names)
     if not takes_responses:
-        raise ConfigError(f"{key}={name!r} must take a parameter 'response', or 'responses' for many at once.")
+        raise ConfigError(
+            f"{key}={name!r} must take a parameter 'response', or 'responses' for many at once."
+        )
 
 
 def _verl_columns(signature: Signature, record: Mapping[str, Any], which: str) -> tuple[str, ...]:
     sources = sources_of(signature.names, record)
     if lacking := sorted(set(signature.required) - sources.keys() - {SOLUTION, "extra_info"}):
         raise ConfigError(
-            f"{which}: it takes verl's arguments, but the first record has nothing for {', '.join(lacking)}. Add the "
-            f"columns ({TRUTH} counts as ground_truth), or write `def reward(response, ...)` with columns of the data."
+            f"{which}: it takes verl's arguments, but the first record has nothing for "
+            f"{', '.join(lacking)}. Add the columns ({TRUTH} counts as ground_truth), or write `def "
+            "reward(response, ...)` with columns of the data."
         )
     return tuple(sorted(set(sources.values())))
 
 
 def requested_names(key: str, name: str, signature: Signature, offered: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the `offered` arguments that a function takes. Raises ConfigError if it requires others."""
+    """Return those of the `offered` arguments that a function takes. Raises ConfigError if it requires
+    others.
+    """
     offered = set(offered)
     if lacking := sorted(set(signature.required) - offered):
         raise ConfigError(f"{key}={name!r} asks for {lacking}, but the data has {sorted(offered)}.")

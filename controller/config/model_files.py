@@ -1,4 +1,5 @@
-"""Find a model's files, and read them without transformers. `controller.lifecycle.model_checks` reads the rest.
+"""Find a model's files, and read them without transformers. `controller.lifecycle.model_checks` reads the
+rest.
 
 model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """
@@ -25,8 +26,9 @@ SHIPPED = Path(__file__).parent / "models"
 class ModelFiles:
     """Facts about a model that need no transformers.
 
-    description: config.json. weights, tokenizer, chat_template: whether they exist. ends: eos_token_id of config.json
-    and generation_config.json, of any type. end_of_sequence: whether these or the tokenizer name an end token.
+    description: config.json. weights, tokenizer, chat_template: whether they exist. ends: eos_token_id of
+    config.json and generation_config.json, of any type. end_of_sequence: whether these or the tokenizer name
+    an end token.
     """
 
     folder: Path
@@ -50,13 +52,16 @@ def positions(text: Mapping[str, Any]) -> int | None:
     if not isinstance(count, int) or count < 1:
         return None
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return max(count, int((scaling.get("factor") or 1) * scaling.get("original_max_position_embeddings", count)))
+    return max(
+        count, int((scaling.get("factor") or 1) * scaling.get("original_max_position_embeddings", count))
+    )
 
 
 def read_model_files(path: str, key: str) -> ModelFiles:
     """Find the files of model `path`, set by `key`: a folder, or a name in the local hub cache or SHIPPED.
 
-    Raises ConfigError, naming `key`, if config.json is missing or invalid. `check_whole` checks the other files.
+    Raises ConfigError, naming `key`, if config.json is missing or invalid. `check_whole` checks the other
+    files.
     """
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
@@ -84,7 +89,9 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
     if folder.is_relative_to(SHIPPED):
         raise _missing(path, key)
     if not model.weights:
-        raise ConfigError(f"{key}={path}: {folder} has no weights ({', '.join(WEIGHTS)}){_about_pickles(folder)}.")
+        raise ConfigError(
+            f"{key}={path}: {folder} has no weights ({', '.join(WEIGHTS)}){_about_pickles(folder)}."
+        )
     if not model.tokenizer:
         raise ConfigError(
             f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}). Add it: "
@@ -95,7 +102,8 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
 def fetch_description(path: str, key: str, log: Callable[[str], None]) -> None:
     """Fetch config.json from the hub into the local cache, unless `read_model_files` finds it.
 
-    log: called with a line before the request. Raises ConfigError, naming `key`, if the hub does not provide it.
+    log: called with a line before the request. Raises ConfigError, naming `key`, if the hub does not provide
+    it.
     """
     if Path(path).is_dir() or _cached(path) or _shipped(path) or not _looks_like_name(path):
         return
@@ -106,9 +114,9 @@ def fetch_description(path: str, key: str, log: Callable[[str], None]) -> None:
         hf_hub_download(path, "config.json", etag_timeout=FETCH_SECONDS)
     except Exception as error:  # from requests, httpx or the hub, by version
         raise ConfigError(
-            f"{key}={path}: there is no such folder or model in the local hub cache, and the hub did not give its "
-            f"config.json ({type(error).__name__}). `hf download {path} config.json` where there is a network, or name "
-            "a folder that holds config.json."
+            f"{key}={path}: there is no such folder or model in the local hub cache, and the hub did not "
+            f"give its config.json ({type(error).__name__}). `hf download {path} config.json` where there "
+            "is a network, or name a folder that holds config.json."
         ) from None
 
 
@@ -126,7 +134,9 @@ def _about_pickles(folder: Path) -> str:
     found = _first(folder, PICKLES)
     if found is None:
         return ""
-    return f"; {found.name} is a pickle, which may run code and is never read: save the model with safetensors"
+    return (
+        f"; {found.name} is a pickle, which may run code and is never read: save the model with safetensors"
+    )
 
 
 def _folder(path: str, key: str) -> Path:
@@ -148,7 +158,8 @@ def _folder(path: str, key: str) -> Path:
 def _missing(path: str, key: str) -> ConfigError:
     advice = f". A model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
     return ConfigError(
-        f"{key}: there is no folder {path} and no such model in the local hub cache{advice}{about_copy(path)}."
+        f"{key}: there is no folder {path} and no such model in the local hub "
+        f"cache{advice}{about_copy(path)}."
     )
 
 
@@ -186,7 +197,8 @@ def _has_chat_template(folder: Path, key: str) -> bool:
 
 def special_tokens(folder: Path) -> dict[str, int]:
     """Return texts and ids of the tokenizer's special tokens. Empty if its files do not list them."""
-    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    file = folder / "tokenizer.json"
+    settings = folder / "tokenizer_config.json"
     found = read_json(file, "model.path").get("added_tokens") if file.is_file() else None
     if not found and settings.is_file():
         by_id = read_json(settings, "model.path").get("added_tokens_decoder") or {}
@@ -207,6 +219,6 @@ def about_copy(path: str) -> str:
     if Path(path).is_absolute() or not is_job_copy(Path.cwd()):
         return ""
     return (
-        ". This Ray job works in a copy of its --working-dir, without files that git ignores: give an absolute path "
-        "that every node has"
+        ". This Ray job works in a copy of its --working-dir, without files that git ignores: give an "
+        "absolute path that every node has"
     )

@@ -42,9 +42,10 @@ class OfflineDataConfig:
 
     train: str = setting(
         "",
-        "Records: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
-        "a hub repository), `folder@split` if it has several splits, a pattern such as `data/part-*.jsonl`, or a data "
-        "set of the hub, `owner/name[:subset][@split]`. The hub's split defaults to `train`.",
+        "Records: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind "
+        "(`datasets.save_to_disk`, a hub repository), `folder@split` if it has several splits, a pattern "
+        "such as `data/part-*.jsonl`, or a data set of the hub, `owner/name[:subset][@split]`. The hub's "
+        "split defaults to `train`.",
     )
     validation: str = setting("", "Held-out records, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
@@ -52,8 +53,9 @@ class OfflineDataConfig:
     image_pixels: ImagePixelsConfig = field(default_factory=ImagePixelsConfig)
     chat_template_arguments: dict[str, Any] = setting(
         {},
-        "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "
-        "column `chat_template_arguments` overrides them, and its column `tools` gives functions to call.",
+        "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. "
+        "A record's column `chat_template_arguments` overrides them, and its column `tools` gives "
+        "functions to call.",
     )
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     overlong_records: str = setting(
@@ -68,7 +70,8 @@ class OfflineDataConfig:
 class LearnedDataConfig(OfflineDataConfig):
     train_on: str = setting(
         "all",
-        "Assistant turns to learn of a conversation, or of a response of chat messages: `all`, or the `last`.",
+        "Assistant turns to learn of a conversation, or of a response of chat messages: `all`, or the "
+        "`last`.",
         choices=("all", "last"),
     )
 
@@ -77,8 +80,8 @@ class LearnedDataConfig(OfflineDataConfig):
 class SftDataConfig(LearnedDataConfig):
     messages_key: str = setting(
         "messages",
-        "Column with a conversation, a list of chat messages whose assistant turns are learned. Records without it "
-        "need a prompt and a response.",
+        "Column with a conversation, a list of chat messages whose assistant turns are learned. Records "
+        "without it need a prompt and a response.",
     )
     response_key: str = setting("response", "Column with the response to learn: a string.")
 
@@ -106,11 +109,15 @@ class RewardDataConfig(PairDataConfig, OfflineDataConfig):
         ("loss.name=process", "steps_key, labels_key, step_separator"),
     )
 
-    margin_key: str = setting("margin", "Column with the margin by which the chosen response should win, if any.")
+    margin_key: str = setting(
+        "margin", "Column with the margin by which the chosen response should win, if any."
+    )
     response_key: str = setting("response", "Column with a scored response.")
     score_key: str = setting("score", "Column with its score.")
     steps_key: str = setting("completions", "Column with the steps of a response, a list of strings.")
-    labels_key: str = setting("labels", "Column with a label for each step: true or false, or the chance of right.")
+    labels_key: str = setting(
+        "labels", "Column with a label for each step: true or false, or the chance of right."
+    )
     step_separator: str = setting("\n", "Text between two steps.")
 
 
@@ -126,12 +133,16 @@ class PairBatchConfig:
 
 @dataclass
 class RecordBatchConfig:
-    records_per_step: int = setting(32, "Records per optimiser step: pairs, or responses.", minimum=1, maximum=10**6)
+    records_per_step: int = setting(
+        32, "Records per optimiser step: pairs, or responses.", minimum=1, maximum=10**6
+    )
 
 
 @dataclass
 class OfflineValidationConfig:
-    every: int = setting(0, "Validate every this many steps. 0 validates only before and after training.", minimum=0)
+    every: int = setting(
+        0, "Validate every this many steps. 0 validates only before and after training.", minimum=0
+    )
     at_start: bool = setting(True, "Validate before the first step.")
     records: int = setting(0, "Use only the first this many held-out records. 0 uses all.", minimum=0)
 
@@ -144,15 +155,17 @@ class PreferenceLossConfig:
 
     name: str = setting(
         "dpo",
-        "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference. `simpo` (Meng et "
-        "al. 2024) does not.",
+        "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference. "
+        "`simpo` (Meng et al. 2024) does not.",
         choices=("dpo", "ipo", "simpo"),
     )
-    beta: float = setting(0.1, "Scale of log-probs in the loss. The papers use 0.1 for dpo, 2 for simpo.", above=0)
+    beta: float = setting(
+        0.1, "Scale of log-probs in the loss. The papers use 0.1 for dpo, 2 for simpo.", above=0
+    )
     log_probs: str = setting(
         "auto",
-        "Log-prob of a response: the `sum` over its tokens, or the length-normalised `mean`. `auto` follows the "
-        "paper: mean for simpo, else sum.",
+        "Log-prob of a response: the `sum` over its tokens, or the length-normalised `mean`. `auto` "
+        "follows the paper: mean for simpo, else sum.",
         choices=("auto", "sum", "mean"),
     )
     label_smoothing: float = setting(
@@ -168,18 +181,22 @@ class PreferenceLossConfig:
 
 @dataclass
 class RewardLossConfig:
-    """Loss of a reward model. Formulas: `controller.offline.preference_losses`, `workers.model.losses.value`."""
+    """Loss of a reward model. Formulas: `controller.offline.preference_losses`,
+    `workers.model.losses.value`.
+    """
 
     only_with = ((".name=bradley_terry", "center_rewards_coefficient"),)
 
     name: str = setting(
         "bradley_terry",
-        "`bradley_terry` ranks pairs. `regression` predicts scores (squared error). `process` predicts whether each "
-        "step is right (cross-entropy).",
+        "`bradley_terry` ranks pairs. `regression` predicts scores (squared error). `process` predicts "
+        "whether each step is right (cross-entropy).",
         choices=("bradley_terry", "regression", "process"),
     )
     center_rewards_coefficient: float = setting(
-        0.0, "Weight of the squared sum of a pair's scores, which keeps scores around 0. 0.01 is common.", minimum=0
+        0.0,
+        "Weight of the squared sum of a pair's scores, which keeps scores around 0. 0.01 is common.",
+        minimum=0,
     )
 
 
@@ -231,12 +248,16 @@ class OfflineConfig(TrainingConfig):
 class SftConfig(OfflineConfig):
     """All settings of supervised fine-tuning."""
 
-    conditions = CONDITIONS | dict.fromkeys(FORWARD_PASSES, ("data.validation", lambda c: bool(c.data.validation)))
+    conditions = CONDITIONS | dict.fromkeys(
+        FORWARD_PASSES, ("data.validation", lambda c: bool(c.data.validation))
+    )
 
     data: SftDataConfig = field(default_factory=SftDataConfig)
     batch: SequenceBatchConfig = field(default_factory=SequenceBatchConfig)
     loss: SupervisedLossConfig = field(default_factory=SupervisedLossConfig)
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5)))
+    policy: PolicyConfig = field(
+        default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5))
+    )
 
     @property
     def headline(self) -> str:
@@ -308,7 +329,9 @@ class RewardTrainingConfig(OfflineConfig):
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     batch: RecordBatchConfig = field(default_factory=RecordBatchConfig)
     loss: RewardLossConfig = field(default_factory=RewardLossConfig)
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5)))
+    policy: PolicyConfig = field(
+        default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5))
+    )
 
     @property
     def headline(self) -> str:

@@ -40,7 +40,9 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     weights = list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
     numbers = all(isinstance(weight, (int, float)) and abs(weight) <= LARGEST_FLOAT for weight in weights)
     if not numbers or not all(callable(f) or isinstance(f, str) for f in functions):
-        raise ConfigError(f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights.")
+        raise ConfigError(
+            f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights."
+        )
     by_name: dict[str, RewardFunctionLike] = {}
     for function in functions:
         if name_of(function) in by_name:
@@ -49,7 +51,9 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     settings.function = "" if several else name_of(functions[0])
     settings.functions = dict(zip(by_name, map(float, weights), strict=True)) if several else {}
     return {
-        name: pickled_function(name, function) for name, function in by_name.items() if not isinstance(function, str)
+        name: pickled_function(name, function)
+        for name, function in by_name.items()
+        if not isinstance(function, str)
     }
 
 
@@ -66,7 +70,9 @@ def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
     try:
         return {} if isinstance(step, str) else {settings.step: UserFunction(b"", signature_of(step))}
     except (TypeError, ValueError):
-        raise ConfigError(f"step={settings.step}: has no signature that can be read. Give a Python function.") from None
+        raise ConfigError(
+            f"step={settings.step}: has no signature that can be read. Give a Python function."
+        ) from None
 
 
 def name_of(function: RewardFunctionLike) -> str:

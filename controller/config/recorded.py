@@ -26,9 +26,12 @@ def load_recorded(path: Path) -> TrainingConfig:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a pipe would be waited for
         deque(yaml_events(text), maxlen=0)  # refuses what is nested too deeply for PyYAML
         read = yaml.safe_load(text)
-        sections, data = set(read), set(read.get("data") or ())
+        sections = set(read)
+        data = set(read.get("data") or ())
     except (AttributeError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError):
-        sections, data = set(), set()  # loading says what is wrong
+        # loading says what is wrong
+        sections = set()
+        data = set()
     found = [schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)}]  # type: ignore[arg-type]
     unknown = {schema: len(data - vars(schema().data).keys()) for schema in found}  # type: ignore[attr-defined]
     return load_as(min(unknown, key=unknown.__getitem__, default=Config), path)

@@ -91,7 +91,11 @@ class EvaluateConfig(SamplerConfig):
     # validation.sampling may follow the others of rollout.sampling
     without_effect = (
         *(*OF_TRAINING, "data.train", "data.sources", "rollout.samples_per_prompt"),
-        *(f"rollout.sampling.{each.name}" for each in fields(SamplingConfig) if each.name not in VALIDATED_ALIKE),
+        *(
+            f"rollout.sampling.{each.name}"
+            for each in fields(SamplingConfig)
+            if each.name not in VALIDATED_ALIKE
+        ),
     )
 
     @property
@@ -105,7 +109,9 @@ class EvaluateConfig(SamplerConfig):
     def narrowed(self, output: Path) -> Self:
         """Raises ConfigError without data.validation."""
         if not self.data.validation:
-            raise ConfigError("data.validation is not set. Name the data to evaluate on, data.validation=FILE.")
+            raise ConfigError(
+                "data.validation is not set. Name the data to evaluate on, data.validation=FILE."
+            )
         data = replace(self.data, train=self.data.validation, sources={}, validation="")
         return self._narrowed(output, data, self.validation.sampling, self.validation.samples)
 

@@ -2,8 +2,8 @@
 
     FILE, key.sub=value --load--> Config --preflight.checks--> a run, or one line that says what to change
 
-`controller.config.sections` and `workers.config.roles` declare the keys. Values that follow from several keys are
-properties.
+`controller.config.sections` and `workers.config.roles` declare the keys. Values that follow from several keys
+are properties.
 """
 
 import itertools
@@ -73,9 +73,10 @@ class Config(TrainingConfig):
     @property
     def headline(self) -> str:
         return (
-            f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
-            f"{counted(self.batch.prompts_per_step, 'prompt')} x {counted(self.rollout.samples_per_prompt, 'sample')} "
-            f"a step, {counted(self.policy.data_parallel, 'policy rank')}, {counted(self.engines, 'engine')}, "
+            f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: "
+            f"{self.algorithm.advantage}, {counted(self.batch.prompts_per_step, 'prompt')} x "
+            f"{counted(self.rollout.samples_per_prompt, 'sample')} a step, "
+            f"{counted(self.policy.data_parallel, 'policy rank')}, {counted(self.engines, 'engine')}, "
             f"{self.device}"
         )
 
@@ -145,7 +146,9 @@ class Config(TrainingConfig):
 
     @property
     def mini_batch_sizes(self) -> tuple[int, ...]:
-        """Sequences of each mini-batch of a full global batch, in descending order. They differ by at most one."""
+        """Sequences of each mini-batch of a full global batch, in descending order. They differ by at most
+        one.
+        """
         smallest, larger = divmod(self.sequences_per_step, self.batch.mini_batches)
         return tuple(smallest + (i < larger) for i in range(self.batch.mini_batches))
 
@@ -157,7 +160,9 @@ class Config(TrainingConfig):
 
     @property
     def longest_response(self) -> int:
-        """Maximum tokens after a prompt in training: of a response, or of an episode's turns and observations."""
+        """Maximum tokens after a prompt in training: of a response, or of an episode's turns and
+        observations.
+        """
         return self.rollout.response_limit(self.rollout.sampling)
 
     @property
@@ -168,7 +173,8 @@ class Config(TrainingConfig):
     @property
     def needed_model_tokens(self) -> int:
         """Maximum tokens of a sequence in training or validation."""
-        responses, judge = [self.longest_response], self.reward.judge
+        responses = [self.longest_response]
+        judge = self.reward.judge
         if self.data.validation:
             responses.append(self.rollout.response_limit(self.validation.sampling))
         asked = judge.max_tokens if judge.model == POLICY else 0
@@ -179,8 +185,8 @@ class Config(TrainingConfig):
         """Source of the old log-probs in the loss's ratios and in a KL in the reward.
 
         One of `sampler`, `forward_pass` (before the first update), or `update` if a step has only one. Stale
-        samples need a ratio to the policy that sampled them. If algorithm.loss.rollout_correction provides it, the
-        other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
+        samples need a ratio to the policy that sampled them. If algorithm.loss.rollout_correction provides
+        it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
         loss = self.algorithm.loss
         if self.older_samples and loss.name != "reinforce" and not loss.rollout_correction.is_on:
@@ -190,7 +196,9 @@ class Config(TrainingConfig):
 
     @property
     def has_forward_pass(self) -> bool:
-        """Whether the policy reads a step's samples before the first update, for old log-probs or entropies."""
+        """Whether the policy reads a step's samples before the first update, for old log-probs or
+        entropies.
+        """
         return self.old_log_probs == "forward_pass" or self.algorithm.loss.old_entropies
 
     @property
@@ -239,7 +247,9 @@ class Config(TrainingConfig):
 
     def models_of(self, role: str) -> dict[str, ModelConfig]:
         several = {"teacher": self.teacher.paths, "reward_model": self.reward.model.paths}.get(role, {})
-        return {name: self.model.of_another_role(path) for name, path in several.items()} or super().models_of(role)
+        return {
+            name: self.model.of_another_role(path) for name, path in several.items()
+        } or super().models_of(role)
 
     @property
     def uses_critic(self) -> bool:
@@ -255,7 +265,8 @@ class Config(TrainingConfig):
     @property
     def needs_one_row(self) -> str:
         """The setting that needs all tokens of a sample in one row, as `key=value`, or empty."""
-        algorithm, loss = self.algorithm, self.algorithm.loss
+        algorithm = self.algorithm
+        loss = self.algorithm.loss
         correction = loss.rollout_correction
         needing = {
             f"algorithm.advantage={algorithm.advantage}": self.uses_critic or self.uses_token_returns,

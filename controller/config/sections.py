@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from workers.config.judge import JudgeConfig
-from workers.config.roles import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
+from workers.config.roles import (
+    GaeConfig,
+    KlInRewardConfig,
+    LossConfig,
+    RewardModelConfig,
+    SamplingConfig,
+    setting,
+)
 
 
 @dataclass
@@ -18,9 +25,9 @@ class BaseRunConfig:
 
     name: str = setting(
         "",
-        "Name of the run and of its folder in run.dir. If empty, the configuration file's name is used, or its "
-        "folder's name if the file is config.yaml. The next free number is added if such a run exists and run.resume "
-        "is not auto.",
+        "Name of the run and of its folder in run.dir. If empty, the configuration file's name is used, or "
+        "its folder's name if the file is config.yaml. The next free number is added if such a run exists "
+        "and run.resume is not auto.",
     )
     dir: str = setting("runs", "Folder that contains all runs.")
     steps: int = setting(100, "Training steps. Each generates samples and trains on them.", minimum=1)
@@ -34,43 +41,49 @@ class BaseRunConfig:
     checkpoint_every: int = setting(
         0, "Write a checkpoint every this many steps, to resume from exactly. 0 writes none.", minimum=0
     )
-    keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep. Older ones are deleted.", minimum=1)
+    keep_checkpoints: int = setting(
+        2, "Number of latest checkpoints to keep. Older ones are deleted.", minimum=1
+    )
     push_to_hub: str = setting(
         "",
-        "Hugging Face repository, `owner/name`, to upload the model to at the end, with its adapters and critic if "
-        "any. Needs a token (`hf auth login`, or HF_TOKEN). A new repository is private.",
+        "Hugging Face repository, `owner/name`, to upload the model to at the end, with its adapters and "
+        "critic if any. Needs a token (`hf auth login`, or HF_TOKEN). A new repository is private.",
     )
     resume: str = setting(
         "never",
-        "`auto` resumes from the last complete checkpoint of run.name, or starts from scratch if there is none. A path "
-        "resumes from that checkpoint, or from the last one of that run, under a new name. `never` never resumes.",
+        "`auto` resumes from the last complete checkpoint of run.name, or starts from scratch if there is "
+        "none. A path resumes from that checkpoint, or from the last one of that run, under a new name. "
+        "`never` never resumes.",
     )
     on_data_change: str = setting(
         "refuse",
-        "Reaction if the training prompts or their order differ from the checkpoint's when resuming: `refuse` "
-        "stops, `restart` begins with the first new prompt, `keep_place` continues at the same position.",
+        "Reaction if the training prompts or their order differ from the checkpoint's when resuming: "
+        "`refuse` stops, `restart` begins with the first new prompt, `keep_place` continues at the same "
+        "position.",
         choices=("refuse", "restart", "keep_place"),
     )
     max_restarts: int = setting(
         10,
-        "Number of lost actors that a run survives. A lost engine is replaced alone. After losing a training worker, "
-        "the run restarts from its last checkpoint. The next loss stops the run.",
+        "Number of lost actors that a run survives. A lost engine is replaced alone. After losing a "
+        "training worker, the run restarts from its last checkpoint. The next loss stops the run.",
         minimum=0,
     )
 
 
 @dataclass
 class RunConfig(BaseRunConfig):
-    log_completions: int = setting(0, "Samples to print at every step, with their rewards. 0 prints none.", minimum=0)
+    log_completions: int = setting(
+        0, "Samples to print at every step, with their rewards. 0 prints none.", minimum=0
+    )
     record_samples: bool = setting(
         False,
-        "Keep every step's samples in runs/NAME/samples: tokens, log-probs, weight versions and rewards. `python -m "
-        "ballast replay runs/NAME --step 3` trains a step again from them.",
+        "Keep every step's samples in runs/NAME/samples: tokens, log-probs, weight versions and rewards. "
+        "`python -m ballast replay runs/NAME --step 3` trains a step again from them.",
     )
     step: str = setting(
         "",
-        "Function that replaces the usual training step, `module:function` or `path/file.py:function`. It receives "
-        "the run and combines the parts in `controller.step`, see docs/your-own.md.",
+        "Function that replaces the usual training step, `module:function` or `path/file.py:function`. It "
+        "receives the run and combines the parts in `controller.step`, see docs/your-own.md.",
     )
     metrics: str = setting(
         "",
@@ -84,7 +97,9 @@ class ImagePixelsConfig:
     """Sizes of images before the model's own processor. Others are resized, with their aspect kept."""
 
     min: int = setting(0, "Fewest pixels, width times height.", minimum=0)
-    max: int = setting(2**20, "Most pixels. Larger images take longer, and more tokens in most models.", minimum=1)
+    max: int = setting(
+        2**20, "Most pixels. Larger images take longer, and more tokens in most models.", minimum=1
+    )
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -92,8 +107,8 @@ class ImagePixelsConfig:
 
 
 IMAGE_KEY = (
-    "Column with a record's images: paths, bytes, or what `datasets` writes. Messages may hold them instead. See "
-    "docs/images.md. If empty, the column is not read."
+    "Column with a record's images: paths, bytes, or what `datasets` writes. Messages may hold them "
+    "instead. See docs/images.md. If empty, the column is not read."
 )
 
 
@@ -103,32 +118,36 @@ class DataConfig:
 
     train: str = setting(
         "",
-        "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
-        "a hub repository), `folder@split` if it has several splits, a pattern such as `data/part-*.jsonl`, or a data "
-        "set of the hub, `owner/name[:subset][@split]`, such as `openai/gsm8k:main@train`. The hub's split defaults "
-        "to `train`. Or tasks of a package, "
+        "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind "
+        "(`datasets.save_to_disk`, a hub repository), `folder@split` if it has several splits, a pattern "
+        "such as `data/part-*.jsonl`, or a data set of the hub, `owner/name[:subset][@split]`, such as "
+        "`openai/gsm8k:main@train`. The hub's split defaults to `train`. Or tasks of a package, "
         "`reasoning_gym:NAME` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md). Other "
         "columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
-        {}, "Several sources instead of data.train, each with its weight. Prompts are drawn in this proportion."
+        {},
+        "Several sources instead of data.train, each with its weight. Prompts are drawn in this proportion.",
     )
     validation: str = setting("", "Held-out prompts, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     image_key: str = setting("images", IMAGE_KEY)
     image_pixels: ImagePixelsConfig = field(default_factory=ImagePixelsConfig)
     source_key: str = setting(
-        "", "Column with a record's source, for validation metrics by source. If empty, the file's path is used."
+        "",
+        "Column with a record's source, for validation metrics by source. If empty, the file's path is used.",
     )
     system_prompt: str = setting("", "System message added to chats that have none.")
     continue_last_message: bool = setting(
         False,
-        "Let responses continue chats that end with an assistant message. Otherwise such prompts are refused.",
+        "Let responses continue chats that end with an assistant message. Otherwise such prompts are "
+        "refused.",
     )
     chat_template_arguments: dict[str, Any] = setting(
         {},
-        "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "
-        "column `chat_template_arguments` overrides them, and its column `tools` gives functions to call.",
+        "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. "
+        "A record's column `chat_template_arguments` overrides them, and its column `tools` gives "
+        "functions to call.",
     )
     max_prompt_tokens: int = setting(1024, "Maximum prompt length, in tokens.", minimum=1)
     overlong_prompts: str = setting(
@@ -163,16 +182,17 @@ class BatchReplayConfig:
 
     share: float = setting(
         0.0,
-        "Samples of earlier steps that a step also trains on, as a share of its new ones (batch.prompts_per_step * "
-        "rollout.samples_per_prompt). 0 replays nothing (see docs/replay.md).",
+        "Samples of earlier steps that a step also trains on, as a share of its new ones "
+        "(batch.prompts_per_step * rollout.samples_per_prompt). 0 replays nothing (see docs/replay.md).",
         minimum=0,
         maximum=1,
     )
     keep: int = setting(8, "Largest age of a replayed sample, in versions of the weights.", minimum=1)
     by: str = setting(
         "",
-        "Function that chooses the samples to keep, `module:function` or `path/file.py:function`: those for which it "
-        "returns a number above 0. If empty, samples with an advantage above 0. See docs/your-own.md.",
+        "Function that chooses the samples to keep, `module:function` or `path/file.py:function`: those "
+        "for which it returns a number above 0. If empty, samples with an advantage above 0. See "
+        "docs/your-own.md.",
     )
 
 
@@ -191,14 +211,14 @@ class BatchConfig:
     )
     split_by: str = setting(
         "sequence",
-        "Unit that is assigned to mini-batches at random: each `sequence` alone, or the whole `group` of a prompt's "
-        "samples. Whole groups can share the prompt's tokens (model.share_prefixes).",
+        "Unit that is assigned to mini-batches at random: each `sequence` alone, or the whole `group` of a "
+        "prompt's samples. Whole groups can share the prompt's tokens (model.share_prefixes).",
         choices=("sequence", "group"),
     )
     epochs: int = setting(
         1,
-        "Passes of policy and critic over a step's samples, each with new mini-batches. Old log-probs and values stay "
-        "as they were before the first pass.",
+        "Passes of policy and critic over a step's samples, each with new mini-batches. Old log-probs and "
+        "values stay as they were before the first pass.",
         minimum=1,
     )
     replay: BatchReplayConfig = field(default_factory=BatchReplayConfig)
@@ -215,41 +235,44 @@ class RewardConfig:
     function: str = setting("", "Reward function: `module:function` or `path/file.py:function`.")
     functions: dict[str, float] = setting(
         {},
-        "Several reward functions instead of reward.function, each with its weight. The reward is their weighted sum.",
+        "Several reward functions instead of reward.function, each with its weight. The reward is their "
+        "weighted sum.",
     )
     workers: int = setting(1, "Processes that score samples during generation.", minimum=1, maximum=10_000)
     timeout_s: float = setting(
-        30.0, "Time limit in seconds for one call of a reward function, a tool or rollout.environment.", above=0
+        30.0,
+        "Time limit in seconds for one call of a reward function, a tool or rollout.environment.",
+        above=0,
     )
     concurrency: int = setting(
         16, "Samples that one worker scores at the same time if a reward function is a coroutine.", minimum=1
     )
     on_failure: str = setting(
         "zero",
-        "Handling of a sample whose reward function or environment raised, hung, died or did not return a number, or "
-        "of which no answer of the judge can be parsed: "
-        "`zero` gives reward 0, `drop` leaves the sample out, `stop` ends the run. All failures are counted.",
+        "Handling of a sample whose reward function or environment raised, hung, died or did not return a "
+        "number, or of which no answer of the judge can be parsed: `zero` gives reward 0, `drop` leaves "
+        "the sample out, `stop` ends the run. All failures are counted.",
         choices=("zero", "drop", "stop"),
     )
     truncated: str = setting(
         "train",
-        "Handling of samples that a limit on tokens or turns cut off: `train` on them, `mask` them (their rewards "
-        "count in the group's baseline, and the loss is that of the batch without them), or `drop` them, rewards "
-        "included.",
+        "Handling of samples that a limit on tokens or turns cut off: `train` on them, `mask` them (their "
+        "rewards count in the group's baseline, and the loss is that of the batch without them), or `drop` "
+        "them, rewards included.",
         choices=("train", "mask", "drop"),
     )
     overlong_tokens: int = setting(
         0,
-        "Soft penalty for long responses (DAPO), in tokens: within this distance of sampling.max_new_tokens (in an "
-        "episode: of rollout.max_episode_tokens), the reward falls linearly by up to reward.overlong_penalty. 0 "
-        "disables it.",
+        "Soft penalty for long responses (DAPO), in tokens: within this distance of "
+        "sampling.max_new_tokens (in an episode: of rollout.max_episode_tokens), the reward falls linearly "
+        "by up to reward.overlong_penalty. 0 disables it.",
         minimum=0,
     )
     overlong_penalty: float = setting(1.0, "Reward that a response of maximum length loses.", minimum=0)
     shaping: str = setting(
         "",
-        "Function that replaces the rewards of training samples, `module:function` or `path/file.py:function`. See "
-        "docs/your-own.md.",
+        "Function that replaces the rewards of training samples, `module:function` or "
+        "`path/file.py:function`. See docs/your-own.md.",
     )
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -268,7 +291,8 @@ class GigpoConfig:
     weight: float = setting(1.0, "Weight of a turn's advantage beside its sample's.", minimum=0)
     states: str = setting(
         "observation",
-        "Turns to compare: after an equal `observation` of the environment, as in the paper, or of the same `number`.",
+        "Turns to compare: after an equal `observation` of the environment, as in the paper, or of the "
+        "same `number`.",
         choices=("observation", "number"),
     )
 
@@ -295,9 +319,9 @@ class AlgorithmConfig:
 
     advantage: str = setting(
         "grpo",
-        "Advantage estimator. Formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic. `none`: "
-        "nothing is learned from rewards, which then are optional (algorithm.loss.distillation). `custom` uses "
-        "algorithm.advantage_function.",
+        "Advantage estimator. Formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic. "
+        "`none`: nothing is learned from rewards, which then are optional (algorithm.loss.distillation). "
+        "`custom` uses algorithm.advantage_function.",
         choices=(
             "gae",
             "grpo",
@@ -316,45 +340,54 @@ class AlgorithmConfig:
     )
     advantage_function: str = setting(
         "",
-        "Function that returns an advantage for each sample, `module:function` or `path/file.py:function`. See "
-        "docs/your-own.md.",
+        "Function that returns an advantage for each sample, `module:function` or `path/file.py:function`. "
+        "See docs/your-own.md.",
     )
     credit: str = setting(
         "episode",
-        "Where the rewards of an environment lie: all on the `episode`'s last token, or each on the last token of the "
-        "`turn` that earned it. All other rewards and penalties lie on the episode's last token.",
+        "Where the rewards of an environment lie: all on the `episode`'s last token, or each on the last "
+        "token of the `turn` that earned it. All other rewards and penalties lie on the episode's last "
+        "token.",
         choices=("episode", "turn"),
     )
-    normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation (grpo).")
+    normalize_by_std: bool = setting(
+        True, "Divide a group's centred rewards by their standard deviation (grpo)."
+    )
     gamma: float = setting(
         1.0,
-        "Discount in reinforce_plus_plus and reinforce_plus_plus_baseline, and between turns in gigpo. gae uses "
-        "algorithm.gae.gamma.",
+        "Discount in reinforce_plus_plus and reinforce_plus_plus_baseline, and between turns in gigpo. gae "
+        "uses algorithm.gae.gamma.",
         minimum=0,
         maximum=1,
     )
     gamma_per: str = setting(
         "token",
-        "What gamma discounts: every `token`, or only the step from a `turn` to the next. gae's lambda is per token.",
+        "What gamma discounts: every `token`, or only the step from a `turn` to the next. gae's lambda is "
+        "per token.",
         choices=("token", "turn"),
     )
     pass_k: int = setting(
-        4, "k of pass_at_k, which rewards the best of k responses. Must be below samples_per_prompt.", minimum=1
+        4,
+        "k of pass_at_k, which rewards the best of k responses. Must be below samples_per_prompt.",
+        minimum=1,
     )
     zero_variance_groups: str = setting(
         "keep",
-        "Handling of groups whose rewards are all equal (zero advantage): `keep` them, `drop` them, or `replace` "
-        "them with new prompts until a step has batch.prompts_per_step other groups (DAPO's dynamic sampling).",
+        "Handling of groups whose rewards are all equal (zero advantage): `keep` them, `drop` them, or "
+        "`replace` them with new prompts until a step has batch.prompts_per_step other groups (DAPO's "
+        "dynamic sampling).",
         choices=("keep", "drop", "replace"),
     )
     group_filter: str = setting(
         "",
-        "Function that says whether a group is kept, `module:function` or `path/file.py:function`. It replaces the "
-        "rule of zero_variance_groups, and not what becomes of other groups. See docs/your-own.md.",
+        "Function that says whether a group is kept, `module:function` or `path/file.py:function`. It "
+        "replaces the rule of zero_variance_groups, and not what becomes of other groups. See "
+        "docs/your-own.md.",
     )
     max_sampling_rounds: int = setting(
         10,
-        "Maximum generation rounds per step with `replace`. After the last round, the step trains on the groups found.",
+        "Maximum generation rounds per step with `replace`. After the last round, the step trains on the "
+        "groups found.",
         minimum=2,
     )
     gae: GaeConfig = field(default_factory=GaeConfig)
@@ -383,9 +416,9 @@ class BalanceConfig:
 
     algorithm: str = setting(
         "karmarkar_karp",
-        "How sequences are assigned to ranks and micro-batches. `karmarkar_karp` (alias `load_balance`) uses largest "
-        "differencing, then refines over all ranks and micro-steps. `none` keeps the random order. The others balance "
-        "each rank as the named system does. All respect the caps.",
+        "How sequences are assigned to ranks and micro-batches. `karmarkar_karp` (alias `load_balance`) "
+        "uses largest differencing, then refines over all ranks and micro-steps. `none` keeps the random "
+        "order. The others balance each rank as the named system does. All respect the caps.",
         choices=("karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
     count_multiple: int = setting(
@@ -395,15 +428,15 @@ class BalanceConfig:
     )
     order: str = setting(
         "auto",
-        "Order of micro-steps: `descending` starts with the heaviest. `small_ends` puts light ones first and last, "
-        "where a pipeline fills and drains. `makespan` chooses number, weights and order to minimise a pipeline's "
-        "time. `auto` is `makespan` in a pipeline, else `descending`.",
+        "Order of micro-steps: `descending` starts with the heaviest. `small_ends` puts light ones first "
+        "and last, where a pipeline fills and drains. `makespan` chooses number, weights and order to "
+        "minimise a pipeline's time. `auto` is `makespan` in a pipeline, else `descending`.",
         choices=("auto", "descending", "small_ends", "makespan"),
     )
     fit_cost_model: str = setting(
         "auto",
-        "Fit the planner's cost model to measured micro-step times, every ten steps. `auto` fits on GPUs only. On "
-        "CPUs, plans depend on config.json alone, so runs repeat exactly.",
+        "Fit the planner's cost model to measured micro-step times, every ten steps. `auto` fits on GPUs "
+        "only. On CPUs, plans depend on config.json alone, so runs repeat exactly.",
         choices=("auto", "always", "never"),
     )
 
@@ -420,18 +453,22 @@ def _validation_sampling() -> SamplingConfig:
 class ValidationConfig:
     only_with = ((".samples above 1", "success"),)
 
-    every: int = setting(0, "Validate every this many steps. 0 validates only before and after training.", minimum=0)
+    every: int = setting(
+        0, "Validate every this many steps. 0 validates only before and after training.", minimum=0
+    )
     at_start: bool = setting(True, "Validate before the first step.")
     samples: int = setting(1, "Responses sampled per held-out prompt.", minimum=1, maximum=100_000)
     prompts: int = setting(0, "Use only the first this many held-out prompts. 0 uses all.", minimum=0)
     success: str = setting(
         "reward",
-        "Score that decides whether a response is correct, for pass@k and maj@n: `reward`, or the name of a reward "
-        "part.",
+        "Score that decides whether a response is correct, for pass@k and maj@n: `reward`, or the name of "
+        "a reward part.",
     )
     success_threshold: float = setting(1.0, "A response is correct if validation.success is at least this.")
     keep_best: str = setting(
-        "", "Validation metric, such as `reward` or `pass@8`. The model with the highest value is saved as model-best."
+        "",
+        "Validation metric, such as `reward` or `pass@8`. The model with the highest value is saved as "
+        "model-best.",
     )
     sampling: SamplingConfig = field(default_factory=_validation_sampling)
 
@@ -442,14 +479,14 @@ class ResourcesConfig:
 
     device: str = setting(
         "auto",
-        "Device of all models. `auto` means cuda if this machine has an NVIDIA GPU and vLLM is not the CPU build. Set "
-        "it if the workers' machines differ from the driver's.",
+        "Device of all models. `auto` means cuda if this machine has an NVIDIA GPU and vLLM is not the CPU "
+        "build. Set it if the workers' machines differ from the driver's.",
         choices=("auto", "cpu", "cuda"),
     )
     ray_address: str = setting(
         "",
-        "Ray cluster: `host:port`, or `auto` for the one on this machine. If empty, RAY_ADDRESS is used, else a local "
-        "Ray is started.",
+        "Ray cluster: `host:port`, or `auto` for the one on this machine. If empty, RAY_ADDRESS is used, "
+        "else a local Ray is started.",
     )
     cpus_per_worker: float = setting(
         0.25, "CPUs that each actor reserves in Ray. Fractions are fine, because roles take turns.", above=0
@@ -464,9 +501,9 @@ class ResourcesConfig:
     )
     user_code_timeout_s: float = setting(
         60.0,
-        "Time limit in seconds for each of these before training: importing a function, environment or loss, rendering "
-        "the first prompts, rendering each later prompt, and one call of a function that replaces a part (also during "
-        "training).",
+        "Time limit in seconds for each of these before training: importing a function, environment or "
+        "loss, rendering the first prompts, rendering each later prompt, and one call of a function that "
+        "replaces a part (also during training).",
         above=0,
     )
     dashboard: bool = setting(False, "Start Ray's dashboard with a local Ray.")
@@ -475,12 +512,15 @@ class ResourcesConfig:
 @dataclass
 class TrackingConfig:
     verbose: bool = setting(
-        False, "Show imbalances and log-prob mismatch at every step, as -v does. By default only bad values are shown."
+        False,
+        "Show imbalances and log-prob mismatch at every step, as -v does. By default only bad values are "
+        "shown.",
     )
     tensorboard: bool = setting(True, "Write TensorBoard events next to metrics.jsonl.")
     timeline: bool = setting(True, "Write timeline.jsonl, for `python -m ballast timeline runs/NAME`.")
     wandb: bool = setting(
-        False, "Log to Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_API_KEY, ...)."
+        False,
+        "Log to Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_API_KEY, ...).",
     )
     mlflow: bool = setting(False, "Log to the MLflow server or folder that MLFLOW_TRACKING_URI names.")
     project: str = setting("ballast", "Project name in Weights & Biases, experiment name in MLflow.")

@@ -8,7 +8,16 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from controller.config.conditions import Conditions, effect_words
-from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Biases, Numbers, Options, Setting, settings, value_of
+from controller.config.file import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    Biases,
+    Numbers,
+    Options,
+    Setting,
+    settings,
+    value_of,
+)
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.schema import Config
 from controller.config.training import TrainingConfig
@@ -47,10 +56,13 @@ TABLE = """\
 def settings_markdown(argument: str = "") -> str:
     """Write one of PAGES in full."""
     title, schema = PAGES[argument]
-    config, sections = schema(), dict[str, list[Setting]]()
+    config = schema()
+    sections = dict[str, list[Setting]]()
     for setting in settings(config):
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
-    parts = [_section(name, value_of(config, name), found, config.conditions) for name, found in sections.items()]
+    parts = [
+        _section(name, value_of(config, name), found, config.conditions) for name, found in sections.items()
+    ]
     head = HEAD.format(
         title=title,
         file=f"settings-{argument}.md" if argument else "settings.md",
@@ -68,7 +80,10 @@ def _section(name: str, section: Any, found: list[Setting], conditions: Conditio
     if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):  # Python's signature
         doc = ""
     introduction = f"{' '.join(doc.split())} {effect_words(conditions, shared)}".strip()
-    own = [effect_words(conditions, (each for each in setting.only_with if each not in shared)) for setting in found]
+    own = [
+        effect_words(conditions, (each for each in setting.only_with if each not in shared))
+        for setting in found
+    ]
     rows = "\n".join(map(_row, found, own))
     return "\n\n".join(filter(None, [f"{level} {name}", introduction, TABLE.format(rows=rows)]))
 

@@ -47,8 +47,9 @@ def path_setting(role: str, name: str = "") -> str:
 class Limits:
     """Limits of one pass of a role over a batch.
 
-    cap: setting that gives `max_tokens`. max_tokens, max_sequences, max_patches: of one rank's micro-batch, 0 means
-    unlimited. min_micro_batches: per rank and mini-batch. length_multiple: lengths are rounded up to it.
+    cap: setting that gives `max_tokens`. max_tokens, max_sequences, max_patches: of one rank's micro-batch, 0
+    means unlimited. min_micro_batches: per rank and mini-batch. length_multiple: lengths are rounded up to
+    it.
     """
 
     cap: str
@@ -159,7 +160,9 @@ class TrainingConfig:
 
     @property
     def starts_reference(self) -> bool:
-        """Whether the reference is a separate role. With adapters, the reference is the policy without them."""
+        """Whether the reference is a separate role. With adapters, the reference is the policy
+        without them.
+        """
         return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
 
     @property
@@ -199,7 +202,12 @@ class TrainingConfig:
     def expert_ranks(self) -> int:
         """Ranks of one model copy that hold different tokens and so may share experts."""
         parallel = self.policy.parallel
-        return self.policy.data_parallel // parallel.replicate * parallel.context_parallel * parallel.tensor_parallel
+        return (
+            self.policy.data_parallel
+            // parallel.replicate
+            * parallel.context_parallel
+            * parallel.tensor_parallel
+        )
 
     @property
     def compute_dtype(self) -> str:
@@ -209,7 +217,9 @@ class TrainingConfig:
 
     @property
     def length_multiple(self) -> int:
-        """Multiple of tokens that training sequences are padded to, for kernels and for ranks that share one."""
+        """Multiple of tokens that training sequences are padded to, for kernels and for ranks
+        that share one.
+        """
         return self._multiple(self.model.length_multiple)
 
     def _multiple(self, of_kernels: int) -> int:
@@ -227,7 +237,9 @@ class TrainingConfig:
     @property
     def refits_cost_model(self) -> bool:
         """Whether plans follow measured times by balance.fit_cost_model, where `auto` means on GPUs."""
-        return self.balance.fit_cost_model == "always" or (self.balance.fit_cost_model == "auto" and self.uses_gpus)
+        return self.balance.fit_cost_model == "always" or (
+            self.balance.fit_cost_model == "auto" and self.uses_gpus
+        )
 
     def model_description(self) -> dict[str, Any]:
         """Read config.json of model.path. Raises ConfigError if it is missing."""
@@ -241,7 +253,8 @@ class TrainingConfig:
     def decided(self, model: ModelConfig) -> ModelConfig:
         """Resolve model.share_prefixes of a training role's model to `always` or `never`.
 
-        Raises ConfigError if config.json is missing, or if prefixes cannot be shared although set to `always`.
+        Raises ConfigError if config.json is missing, or if prefixes cannot be shared although set to
+        `always`.
         """
         if model.share_prefixes == "never":
             return model
@@ -311,7 +324,9 @@ def visible_gpus() -> int:
     found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
-        found if chosen is None else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
+        found
+        if chosen is None
+        else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
     )
 
 

@@ -10,9 +10,11 @@ _START = re.compile(r"(~\w*|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})(?=/)")
 
 
 def with_user_paths(value: Any, where: str) -> Any:
-    """Return a setting's value with its text, or a mapping's keys and texts, expanded. Lists hold no paths: stop texts.
+    """Return a setting's value with its text, or a mapping's keys and texts, expanded. Lists hold no paths:
+    stop texts.
 
-    Raises ConfigError, naming the setting `where`, for a variable that is not set and a user that does not exist.
+    Raises ConfigError, naming the setting `where`, for a variable that is not set and a user that does not
+    exist.
     """
     if isinstance(value, dict):
         return {with_user_paths(name, where): with_user_paths(item, where) for name, item in value.items()}

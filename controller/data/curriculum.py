@@ -36,22 +36,31 @@ def checked_numbers(order: Any, records: int, key: str) -> np.ndarray:
         raise DataError(f"{key}: it returned {quoted(order)}. It must return record numbers.")
     outside = numbers[(numbers < 0) | (numbers >= records)]
     if len(outside):
-        raise DataError(f"{key}: it returned record {outside[0]} of {records} records. Return numbers below that.")
+        raise DataError(
+            f"{key}: it returned record {outside[0]} of {records} records. Return numbers below that."
+        )
     return numbers.astype(np.int64)
 
 
 class SampledPrompts:
-    """Prompts that data.sampler chooses when they are needed. Places of the stream are numbered as in `Prompts`.
+    """Prompts that data.sampler chooses when they are needed. Places of the stream are numbered as in
+    `Prompts`.
 
-    kept: what the next call depends on, and the prompts chosen so far, from place `first` on. Never changed in place.
+    kept: what the next call depends on, and the prompts chosen so far, from place `first` on. Never changed
+    in place.
     """
 
     def __init__(self, dataset: PromptDataset, sampler: IsolatedFunction, seed: int) -> None:
         """sampler: with `records` bound."""
-        self._dataset, self._sampler, self._seed, self.kept = dataset, sampler, seed, nothing_chosen(0)
+        self._dataset = dataset
+        self._sampler = sampler
+        self._seed = seed
+        self.kept = nothing_chosen(0)
 
     def load(self, kept: dict[str, Any] | None, position: int) -> None:
-        """Continue from `kept`, or begin at a place of the stream. Raises DataError for records that are gone."""
+        """Continue from `kept`, or begin at a place of the stream. Raises DataError for records that are
+        gone.
+        """
         self.kept = kept or nothing_chosen(position)
         if self.kept["chosen"]:
             checked_numbers(self.kept["chosen"], len(self._dataset), "data.sampler: the checkpoint's prompts")
@@ -71,8 +80,11 @@ class SampledPrompts:
 
     def scored(self, rewards: Mapping[str, list[float]]) -> None:
         """Keep groups' rewards, by uid, for the next call."""
-        first, chosen = self.kept["first"], self.kept["chosen"]
-        found = [[chosen[int(uid) - first], rewards[uid]] for uid in sorted(rewards, key=int) if int(uid) >= first]
+        first = self.kept["first"]
+        chosen = self.kept["chosen"]
+        found = [
+            [chosen[int(uid) - first], rewards[uid]] for uid in sorted(rewards, key=int) if int(uid) >= first
+        ]
         self.kept = self.kept | {"results": self.kept["results"] + found}
 
 
@@ -80,14 +92,23 @@ def nothing_chosen(place: int) -> dict[str, Any]:
     return {"first": place, "chosen": [], "state": {}, "results": []}
 
 
-def choose(sampler: IsolatedFunction, kept: dict[str, Any], count: int, seed: int, records: int) -> dict[str, Any]:
+def choose(
+    sampler: IsolatedFunction, kept: dict[str, Any], count: int, seed: int, records: int
+) -> dict[str, Any]:
     """Return `kept` after the choice of `count` more records.
 
     Raises ConfigError if the sampler fails, DataError for another value.
     """
     rng = np.random.default_rng((seed, SAMPLER, kept["first"] + len(kept["chosen"])))
     value = sampler(count=count, state=kept["state"], results=kept["results"], rng=rng)
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list) or len(value[0]) != count:
-        raise DataError(f"{sampler.key}: it returned {quoted(value)}. Return {count} record numbers, and a state.")
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not isinstance(value[0], list)
+        or len(value[0]) != count
+    ):
+        raise DataError(
+            f"{sampler.key}: it returned {quoted(value)}. Return {count} record numbers, and a state."
+        )
     numbers = checked_numbers(value[0], records, sampler.key).tolist()
     return kept | {"chosen": kept["chosen"] + numbers, "state": value[1], "results": []}

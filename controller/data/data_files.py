@@ -2,7 +2,8 @@
 
     file | folder | folder@split | pattern such as data/part-*.jsonl --data_files--> files, in the order of their names
 
-A folder with several splits, as `datasets.save_to_disk` and hub repositories have them, is read one split at a time.
+A folder with several splits, as `datasets.save_to_disk` and hub repositories have them, is read one split at
+a time.
 """
 
 import glob
@@ -40,7 +41,9 @@ _MANY = re.compile(r"[*?\[]")
 
 
 def data_files(path: str) -> list[Path]:
-    """Find a path's data files, by name. Raises DataError if there are none, or if they belong to several splits."""
+    """Find a path's data files, by name. Raises DataError if there are none, or if they belong to several
+    splits.
+    """
     folder, split = _folder_and_split(path)
     if folder.is_dir():
         files = _of_split(path, _below(folder), split)
@@ -79,7 +82,9 @@ def _folder_and_split(path: str) -> tuple[Path, str]:
 
 def _file(path: Path) -> Path:
     if re.match(r"[a-z0-9]+:/", str(path)):  # Path makes one stroke of two
-        raise DataError(f"{path} is an address, and files of this machine are read. Download it and give its path.")
+        raise DataError(
+            f"{path} is an address, and files of this machine are read. Download it and give its path."
+        )
     if not path.exists():
         raise DataError(
             f"there is no file {path} (relative paths start at the working directory){about_copy(str(path))}."
@@ -97,8 +102,9 @@ def _below(folder: Path) -> dict[Path, str]:
     unread = [name for name in names if name.suffix.lower() in UNREAD or _is_in_capitals(name)]
     if unread and files:
         raise DataError(
-            f"{folder} holds {unread[0].name}, which would not be read beside {files[0].name}. Convert it to one of "
-            f"{', '.join(SUFFIXES)}, or give a pattern that leaves it out, such as {folder}/*{files[0].suffix}."
+            f"{folder} holds {unread[0].name}, which would not be read beside {files[0].name}. Convert it "
+            f"to one of {', '.join(SUFFIXES)}, or give a pattern that leaves it out, such as "
+            f"{folder}/*{files[0].suffix}."
         )
     if not files:
         raise DataError(f"{folder} holds no data file ({', '.join(SUFFIXES)}).")
@@ -120,7 +126,9 @@ def _matching(pattern: str) -> dict[Path, str]:
     """Return the data files of a pattern, each with its split."""
     files = sorted(file for file in map(Path, glob.glob(pattern, recursive=True)) if _is_data(file))
     if not files:
-        raise DataError(f"{pattern}: no data file ({', '.join(SUFFIXES)}) has a name of this pattern. Correct it.")
+        raise DataError(
+            f"{pattern}: no data file ({', '.join(SUFFIXES)}) has a name of this pattern. Correct it."
+        )
     _check_regular(files)
     fixed = len(data_folder(pattern).parts)
     return {file: _split_of(Path(*file.parts[fixed:])) for file in files}
@@ -139,7 +147,8 @@ def _check_regular(files: Iterable[Path]) -> None:
     for file in files:
         if not file.is_file():
             raise DataError(
-                f"{file} is not a regular file, such as a pipe that is read once. Write the records to a file."
+                f"{file} is not a regular file, such as a pipe that is read once. Write the records to a "
+                "file."
             )
 
 
@@ -161,7 +170,9 @@ def _listed_splits(folder: Path) -> list[str]:
 
 
 def _check_subsets(folder: Path, names: Iterable[str]) -> None:
-    """Raise DataError if the folder is a hub repository of several subsets, by its README.md. names: of its folders."""
+    """Raise DataError if the folder is a hub repository of several subsets, by its README.md. names: of its
+    folders.
+    """
     try:
         head = (folder / "README.md").read_text(encoding="utf-8").split("---")[1]
         declared = {str(subset["config_name"]) for subset in yaml.safe_load(head)["configs"]}

@@ -49,7 +49,9 @@ def check_split(key: str, path: str) -> None:
 
 
 def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
-    """Yield every record and its name, for messages. Raises DataError, with advice, if the data set cannot be read."""
+    """Yield every record and its name, for messages. Raises DataError, with advice, if the data set cannot be
+    read.
+    """
     for number, record in enumerate(_loaded(path, dataset), start=1):
         yield f"{path} record {number}", record
 
@@ -68,7 +70,7 @@ def _loaded(path: str, dataset: HubDataset) -> Any:
     except Exception as error:  # from the package, the hub's client or files, by version
         raise DataError(
             f"there is no file or folder {path}, and no data set of the hub was read by that name "
-            f"({type(error).__name__}: {clause(error)}). Where there is a network, `hf download {dataset.name} "
-            f"--repo-type dataset --local-dir data/{dataset.name.partition('/')[2]}` fetches its files: then give that "
-            "folder."
+            f"({type(error).__name__}: {clause(error)}). Where there is a network, `hf download "
+            f"{dataset.name} --repo-type dataset --local-dir data/{dataset.name.partition('/')[2]}` fetches "
+            "its files: then give that folder."
         ) from None

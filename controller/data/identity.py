@@ -20,11 +20,18 @@ from controller.data.records import Record
 from workers.rendering import template_of
 
 DataIdentity = dict[str, Any]
-"""JSON. `sources`: [records, SHA-256] each, with `weights`. `tokenizer`: SHA-256. `settings` of the order. Number of
-`prompts` of each source, or of `records`, within the token limit."""
+"""JSON. `sources`: [records, SHA-256] each, with `weights`. `tokenizer`: SHA-256. `settings` of the order.
+Number of `prompts` of each source, or of `records`, within the token limit.
+"""
 
 CONTENT_SETTINGS = (
-    *("data.prompt_key", "data.image_key", "data.image_pixels.min", "data.image_pixels.max", "data.system_prompt"),
+    *(
+        "data.prompt_key",
+        "data.image_key",
+        "data.image_pixels.min",
+        "data.image_pixels.max",
+        "data.system_prompt",
+    ),
     *("data.continue_last_message", "data.chat_template_arguments"),
     *("data.shuffle", "data.curriculum", "data.sampler"),
 )
@@ -72,14 +79,15 @@ def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
         found.append("the tokenizer or chat template is another")
     if _differ(now, then, "sources"):
         found.append(
-            f"data.train or data.sources has {_sizes(now)} records of other content than the {_sizes(then)} then"
+            f"data.train or data.sources has {_sizes(now)} records of other content than the {_sizes(then)} "
+            "then"
         )
     elif _differ(now, then, "weights"):
         found.append(f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}")
     elif _differ(now, then, "prompts"):
         found.append(
-            f"data.max_prompt_tokens or data.overlong_prompts keeps {now['prompts']} prompts of each source, and kept "
-            f"{then['prompts']}"
+            f"data.max_prompt_tokens or data.overlong_prompts keeps {now['prompts']} prompts of each "
+            f"source, and kept {then['prompts']}"
         )
     elif _differ(now, then, "records"):
         kept = f"keeps {now['records']} records, and kept {then['records']}"
@@ -104,7 +112,8 @@ def _digest_of_records(records: Sequence[Record]) -> str:
 
 
 def _digest_of_tokenizer(config: TrainingConfig) -> str:
-    digest, folder = hashlib.sha256(), read_model_files(config.model.path, "model.path").folder
+    digest = hashlib.sha256()
+    folder = read_model_files(config.model.path, "model.path").folder
     for name in TOKENIZERS:
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())

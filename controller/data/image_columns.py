@@ -1,4 +1,5 @@
-"""Find images that a model would never see: marks in texts of records without images, and columns that nobody reads.
+"""Find images that a model would never see: marks in texts of records without images, and columns that nobody
+reads.
 
 records, texts that the model reads --blind_images--> refused, or a warning
 """
@@ -39,15 +40,17 @@ def blind_images(
 ) -> list[str]:
     """Return a warning if no record has images though a column holds some.
 
-    read: of each record, whether it has images, and the texts that the model reads. Raises DataError for a mark in the
-    texts of a record without images.
+    read: of each record, whether it has images, and the texts that the model reads. Raises DataError for a
+    mark in the texts of a record without images.
     """
     columns = image_columns(records, image_key)
     has_images = False
     for number, (with_images, texts) in enumerate(read, start=1):
         has_images |= with_images
         if not with_images and any(IMAGE_IN_TEXT in text for text in texts):
-            column = f"data.image_key to {columns[0]!r}" if columns else "data.image_key to the column of images"
+            column = (
+                f"data.image_key to {columns[0]!r}" if columns else "data.image_key to the column of images"
+            )
             raise DataError(
                 f"{path} record {number} has {IMAGE_IN_TEXT} in a text, and no image in its column "
                 f"data.image_key={image_key!r}. Set {column}, or remove the mark."
@@ -56,15 +59,17 @@ def blind_images(
         return []
     names = ", ".join(map(repr, columns))
     return [
-        f"{path}: no record has an image in data.image_key={image_key!r}, and the images in {names} are not read. Set "
-        "data.image_key to that column"
+        f"{path}: no record has an image in data.image_key={image_key!r}, and the images in {names} are not "
+        "read. Set data.image_key to that column"
     ]
 
 
 def image_columns(records: Sequence[Record], image_key: str) -> list[str]:
     """Name the columns, other than `image_key`, whose values look like images in one of the first records."""
     names = dict.fromkeys(name for record in records[:COMPARED] for name in record if name != image_key)
-    return [name for name in names if any(looks_like_images(name, row.get(name)) for row in records[:COMPARED])]
+    return [
+        name for name in names if any(looks_like_images(name, row.get(name)) for row in records[:COMPARED])
+    ]
 
 
 def looks_like_images(name: str, value: Any) -> bool:

@@ -30,7 +30,8 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 class Prompt:
     """uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation.
 
-    options: with which chat messages were rendered. teacher_ids: of the prompt with the teacher's context, or empty.
+    options: with which chat messages were rendered. teacher_ids: of the prompt with the teacher's context, or
+    empty.
     images: in `ids`, whose data are an ImageSource. `columns` has their names and sizes.
     """
 
@@ -49,17 +50,20 @@ class Prompt:
 
 class Prompts(Protocol):
     def take(self, start: int, count: int) -> list[Prompt]:
-        """Return `count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
+        """Return `count` prompts from place `start` (from 0) of an endless stream, a pure function of the
+        seed.
+        """
 
 
 @dataclass(frozen=True)
 class PromptRules:
     """How a record becomes a prompt.
 
-    overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them.
-    The first two count them. system_prompt: for chat messages without one. source_key: column with a record's source,
-    or empty for the data set's name. options: of the run, for chat messages. context_key, context_template: of
-    `TeacherConfig`. image_key: column with images, whose `image_pixels` are the fewest and the most.
+    overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error`
+    refuses them. The first two count them. system_prompt: for chat messages without one. source_key: column
+    with a record's source, or empty for the data set's name. options: of the run, for chat messages.
+    context_key, context_template: of `TeacherConfig`. image_key: column with images, whose `image_pixels` are
+    the fewest and the most.
     """
 
     prompt_key: str
@@ -94,11 +98,16 @@ class PromptDataset:
     ) -> None:
         """Tokenize `records`.
 
-        curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow. Leaves out
-        records with an image that cannot be read, for the reasons in `unreadable`. Raises DataError on a prompt that is
-        overlong (with `error`), empty, or of the wrong type, and if none is left.
+        curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow.
+        Leaves out records with an image that cannot be read, for the reasons in `unreadable`. Raises
+        DataError on a prompt that is overlong (with `error`), empty, or of the wrong type, and if none is
+        left.
         """
-        self._shuffle, self._seed, self.name, self._curriculum, self._rules = shuffle, seed, name, curriculum, rules
+        self._shuffle = shuffle
+        self._seed = seed
+        self.name = name
+        self._curriculum = curriculum
+        self._rules = rules
         self._orders: dict[int, Sequence[int] | np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str, np.ndarray, Placed]] = []
         self.dropped = self.truncated = 0
@@ -113,24 +122,29 @@ class PromptDataset:
             raise DataError(self.unreadable[0])
         if not self._prompts:
             raise DataError(
-                f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}. "
-                "Raise it, or set data.overlong_prompts=truncate."
+                f"{name}: all {len(records)} prompts are longer than "
+                f"data.max_prompt_tokens={rules.max_prompt_tokens}. Raise it, or set "
+                "data.overlong_prompts=truncate."
             )
 
     def _add(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> None:
-        where, source = f"{self.name} record {index}", str(record.get(rules.source_key, self.name))
+        where = f"{self.name} record {index}"
+        source = str(record.get(rules.source_key, self.name))
         ids = self._tokenized(record, renderer, rules, index)
         if ids is None:
             return
-        images = [each.image() for each in image_sources(record, rules.image_key, rules.image_pixels, self.name, where)]
+        images = [
+            each.image()
+            for each in image_sources(record, rules.image_key, rules.image_pixels, self.name, where)
+        ]
         ids, placed = renderer.expand(ids, images, where)
         if images:
             record = record | {rules.image_key: list(map(shown_image, images))}
         if len(ids) > rules.max_prompt_tokens and rules.overlong_prompts == "truncate":
             if images:
                 raise DataError(
-                    f"{where} has images, and {len(ids)} prompt tokens, which data.overlong_prompts=truncate would "
-                    "cut. Set drop."
+                    f"{where} has images, and {len(ids)} prompt tokens, which "
+                    "data.overlong_prompts=truncate would cut. Set drop."
                 )
             self.truncated += 1
             ids = ids[-rules.max_prompt_tokens :]
@@ -140,10 +154,14 @@ class PromptDataset:
         taught = self._taught(record, renderer, where) if rules.context_key else ids[:0]
         self._prompts.append((ids, record, source, taught, placed))
 
-    def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
+    def _tokenized(
+        self, record: Record, renderer: Renderer, rules: PromptRules, index: int
+    ) -> np.ndarray | None:
         prompt = record[rules.prompt_key]
         if rules.overlong_prompts != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
-            self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
+            self._leave_out(
+                f"{characters(prompt):,} characters", rules, index
+            )  # tokenizing 60 MB would take minutes
             return None
         where = f"{self.name} record {index}"
         messages = with_system_prompt(prompt, rules.system_prompt, where)
@@ -151,15 +169,17 @@ class PromptDataset:
 
     def _taught(self, record: Record, renderer: Renderer, where: str) -> np.ndarray:
         if record.get(self._rules.image_key):
-            raise DataError(f"{where} has images, which teacher.context_key does not support. Remove one of them.")
+            raise DataError(
+                f"{where} has images, which teacher.context_key does not support. Remove one of them."
+            )
         options = self._rules.options_of(record, where)
         return renderer.prompt_ids(with_context(record, self._rules, where), where, options)
 
     def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
         if rules.overlong_prompts == "error":
             raise DataError(
-                f"{self.name} record {index} has {length}. Raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
-                "set data.overlong_prompts=drop."
+                f"{self.name} record {index} has {length}. Raise data.max_prompt_tokens "
+                f"({rules.max_prompt_tokens}) or set data.overlong_prompts=drop."
             )
         self.dropped += 1
 
@@ -193,7 +213,9 @@ class PromptDataset:
 
     def at(self, position: int) -> Prompt:
         """Return the prompt at a place of the endless stream."""
-        epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
+        epoch, index = (
+            divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
+        )
         return self.prompt(f"{position}", self._order(epoch)[index])
 
     def prompt(self, uid: str, index: int) -> Prompt:
@@ -214,7 +236,9 @@ class PromptDataset:
                 self._orders[epoch] = self._curriculum(self.records, epoch)
             else:
                 count = len(self._prompts)
-                self._orders = {epoch: epoch_order(self._seed, epoch, count) if self._shuffle else np.arange(count)}
+                self._orders = {
+                    epoch: epoch_order(self._seed, epoch, count) if self._shuffle else np.arange(count)
+                }
         return self._orders[epoch]
 
 
@@ -245,8 +269,12 @@ class PromptMixture:
         return replace(self._sources[source].at(place), uid=f"{position}")
 
 
-def image_sources(record: Record, key: str, pixels: tuple[int, int], path: str, where: str) -> list[ImageSource]:
-    """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths start."""
+def image_sources(
+    record: Record, key: str, pixels: tuple[int, int], path: str, where: str
+) -> list[ImageSource]:
+    """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths
+    start.
+    """
     return [ImageSource(value, where, str(data_folder(path)), pixels) for value in record.get(key) or ()]
 
 
@@ -256,7 +284,9 @@ def shown_image(image: Image) -> str:
 
 
 def left_out(name: str, unreadable: Sequence[str]) -> list[str]:
-    """Return a warning about records that were left out because of an image, if any. unreadable: the reasons."""
+    """Return a warning about records that were left out because of an image, if any. unreadable:
+    the reasons.
+    """
     count = f"{len(unreadable)} record{'s' * (len(unreadable) > 1)}"
     return [f"{name}: {count} left out because of an image, the first: {unreadable[0]}"] if unreadable else []
 
@@ -271,7 +301,9 @@ def characters(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     contents = [message.get("content", "") for message in prompt]
-    texts = [text if isinstance(text, str) else "".join(part.get("text", "") for part in text) for text in contents]
+    texts = [
+        text if isinstance(text, str) else "".join(part.get("text", "") for part in text) for text in contents
+    ]
     return sum(map(len, texts))
 
 
@@ -306,7 +338,9 @@ def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
     if not system_prompt:
         return prompt
     if isinstance(prompt, str):
-        raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages. Make it a list of them.")
+        raise DataError(
+            f"{where} is a text, but data.system_prompt goes before chat messages. Make it a list of them."
+        )
     if prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": system_prompt}, *prompt]

@@ -1,4 +1,5 @@
-"""Questions: what a judge reads. The policy writes the responses in them, which may hold instructions to the judge.
+"""Questions: what a judge reads. The policy writes the responses in them, which may hold instructions to the
+judge.
 
 record, response --quoted--> <response> ... </response> --template of reward.judge.prompt--> text
 """
@@ -54,11 +55,15 @@ class Questions:
         from jinja2 import StrictUndefined
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self._prompt_key, key, text = prompt_key, "reward.judge.prompt", settings.prompt or TEMPLATE
+        self._prompt_key = prompt_key
+        key = "reward.judge.prompt"
+        text = settings.prompt or TEMPLATE
         self._grades = {name: f"{getattr(settings, name):g}" for name in ("min_grade", "max_grade")}
         added = tokenizer.added_tokens_decoder.values() if tokenizer else ()
         # Not added words and runs of spaces.
-        self._special = [token.content for token in added if token.special or re.search(r"[<\[|]", token.content)]
+        self._special = [
+            token.content for token in added if token.special or re.search(r"[<\[|]", token.content)
+        ]
         text = read_template(text, key) if Path(text).suffix in (".jinja", ".j2") else text
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
@@ -66,7 +71,9 @@ class Questions:
             raise ConfigError(f"{key}: not a Jinja template ({named(error)}). Correct it.") from None
 
     def text(self, record: Mapping[str, Any], responses: Sequence[str]) -> str:
-        """Return the question about one or two responses. Raises ConfigError if the template fails on the record."""
+        """Return the question about one or two responses. Raises ConfigError if the template fails on the
+        record.
+        """
         names = ("response",) if len(responses) == 1 else ("response_a", "response_b")
         told = {"prompt": shown_prompt(record[self._prompt_key]), **dict(zip(names, responses, strict=True))}
         quotes = {name: quoted(name, text, self._special) for name, text in told.items()}
@@ -74,4 +81,6 @@ class Questions:
         try:
             return self._template.render(known)
         except Exception as error:  # templates may raise anything
-            raise ConfigError(f"reward.judge.prompt: {named(error)}. It may read {', '.join(known)}.") from None
+            raise ConfigError(
+                f"reward.judge.prompt: {named(error)}. It may read {', '.join(known)}."
+            ) from None

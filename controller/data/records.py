@@ -3,8 +3,8 @@
     .jsonl, .json | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
     reasoning_gym:NAME | verifiers:NAME --workers.user_code.task_sources--/
 
-A folder comes from `datasets.save_to_disk` or a hub repository. Its files are read by name. Reading files executes
-nothing.
+A folder comes from `datasets.save_to_disk` or a hub repository. Its files are read by name. Reading files
+executes nothing.
 """
 
 import codecs
@@ -31,7 +31,8 @@ DEEPEST = 100  # levels of lists and objects in a line
 
 
 def read_records(path: str, prompt_key: str = "", log: Log = print, image_key: str = "") -> list[Record]:
-    """Read all records. Raises DataError naming file and record of a malformed record, or one without `prompt_key`.
+    """Read all records. Raises DataError naming file and record of a malformed record, or one without
+    `prompt_key`.
 
     log: called with progress if reading is slow. image_key: column with a prompt's images. Images in messages
     move there.
@@ -48,12 +49,14 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
         kinds: dict[bool, int] = {}
         for number, record in enumerate(records, start=1):
             if name not in record:
-                raise DataError(f"{path}: record {number} lacks {name!r}, which algorithm.loss.columns names.")
+                raise DataError(
+                    f"{path}: record {number} lacks {name!r}, which algorithm.loss.columns names."
+                )
             kinds.setdefault(isinstance(record[name], Real), number)
         if len(kinds) == 2:
             raise DataError(
-                f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in record "
-                f"{kinds[False]}. Give all records the one or the other."
+                f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in "
+                f"record {kinds[False]}. Give all records the one or the other."
             )
 
 
@@ -62,8 +65,9 @@ def check_teachers(path: str, records: Sequence[Record], key: str, names: Iterab
     for number, record in enumerate(records, start=1):
         if str(record.get(key)) not in names:
             raise DataError(
-                f"{path}: record {number} has {key}={record.get(key)!r}, and teacher.paths has {', '.join(names)}. "
-                "Name one of these in each record, or set teacher.key to the column that does."
+                f"{path}: record {number} has {key}={record.get(key)!r}, and teacher.paths has "
+                f"{', '.join(names)}. Name one of these in each record, or set teacher.key to the column "
+                "that does."
             )
 
 
@@ -99,13 +103,17 @@ def _checked(record: Any, where: str, prompt_key: str, image_key: str) -> Record
         try:
             json.dumps([name, value], ensure_ascii=False, default=lambda _: "").encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: column {name!a} cannot be encoded as Unicode: {error.reason}.") from None
+            raise DataError(
+                f"{where}: column {name!a} cannot be encoded as Unicode: {error.reason}."
+            ) from None
     if not prompt_key:
         return cast(Record, record)
     prompt, images = with_images(cleaned(record[prompt_key], where), record.get(image_key), where)
     check_not_blank(prompt, where)
     if images and not image_key:
-        raise DataError(f"{where} has images in its messages. Set data.image_key, where reward functions find them.")
+        raise DataError(
+            f"{where} has images in its messages. Set data.image_key, where reward functions find them."
+        )
     return record | {prompt_key: prompt} | ({image_key: images} if images else {})
 
 
@@ -115,7 +123,9 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 record = _parsed(line, f"{file}:{number}")
                 if isinstance(record, list):
-                    raise DataError(f"{file}:{number} is a list in place of a record a line. Rename the file to .json.")
+                    raise DataError(
+                        f"{file}:{number} is a list in place of a record a line. Rename the file to .json."
+                    )
                 yield f"{file}:{number}", record
 
 
@@ -131,13 +141,19 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_a_record_a_line(file: Path) -> bool:
-    """Whether the first line is a whole record and another follows. `Dataset.to_json` and pandas write it so."""
+    """Whether the first line is a whole record and another follows. `Dataset.to_json` and pandas
+    write it so.
+    """
     with file.open("rb") as lines:
         lines.seek(len(BOM) if lines.read(len(BOM)) == BOM else 0)
         texts = filter(None, map(bytes.strip, lines))
         first = next(texts, b"")
         try:
-            return first.startswith(b"{") and isinstance(json.loads(first), dict) and next(texts, None) is not None
+            return (
+                first.startswith(b"{")
+                and isinstance(json.loads(first), dict)
+                and next(texts, None) is not None
+            )
         except (ValueError, RecursionError):
             return False
 
@@ -208,15 +224,23 @@ def _rows(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_added(record: Any) -> Any:
-    """Drop nulls of calls in a record of Arrow, which gives calls of different tools one struct of all arguments."""
-    return {name: _with_own_arguments(value) for name, value in record.items()} if isinstance(record, dict) else record
+    """Drop nulls of calls in a record of Arrow, which gives calls of different tools one struct of all
+    arguments.
+    """
+    return (
+        {name: _with_own_arguments(value) for name, value in record.items()}
+        if isinstance(record, dict)
+        else record
+    )
 
 
 def _with_own_arguments(value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return value
     return [
-        message | {"tool_calls": without_nulls(message["tool_calls"])} if message.get("tool_calls") else message
+        message | {"tool_calls": without_nulls(message["tool_calls"])}
+        if message.get("tool_calls")
+        else message
         for message in value
     ]
 

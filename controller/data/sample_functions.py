@@ -23,7 +23,16 @@ from workers.errors import DataError, quoted
 from workers.user_code.functions import IsolatedFunction
 
 Columns = Mapping[str, np.ndarray]
-OF_BATCH = ("reward", "sample", "prompt_tokens", "response_tokens", "truncated", "turns", "seconds", "weight_version")
+OF_BATCH = (
+    "reward",
+    "sample",
+    "prompt_tokens",
+    "response_tokens",
+    "truncated",
+    "turns",
+    "seconds",
+    "weight_version",
+)
 OFFERED = ("group", "response", *OF_BATCH)
 """Columns of all samples. Others are of the record, or parts of the reward."""
 
@@ -41,11 +50,11 @@ def _by_name(value: Any, count: int) -> bool:
 
 
 Form = tuple[str, Callable[[Any, int], bool]]
-EACH, TRUTH = (
-    ("a finite number for each sample", _each),
-    ("True or False", lambda value, count: isinstance(value, bool)),
+EACH = ("a finite number for each sample", _each)
+TRUTH = ("True or False", lambda value, count: isinstance(value, bool))
+FORMS = dict[str, Form](
+    zip(OF_SAMPLES, (EACH, TRUTH, EACH, ("finite numbers by name", _by_name), EACH), strict=True)
 )
-FORMS = dict[str, Form](zip(OF_SAMPLES, (EACH, TRUTH, EACH, ("finite numbers by name", _by_name), EACH), strict=True))
 """What the function of each setting returns, in words, and how it is known."""
 
 
@@ -80,7 +89,8 @@ def columns_of(
 
     A sample without a part of the reward has NaN.
     """
-    uids, found = batch["uid"].tolist(), {"reward": batch["reward"]}
+    uids = batch["uid"].tolist()
+    found = {"reward": batch["reward"]}
     scored = [scores[key] for key in zip(uids, batch["sample"].tolist(), strict=True)]
     for name in names:
         if name == "group":

@@ -38,8 +38,8 @@ def unread_columns(data: Mapping[str, Sequence[Record]], read: Collection[str]) 
             columns = f"column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}"
             advice = ", or give the prompts as chat messages" if CHATS & set(unread) else ""
             warnings.append(
-                f"{path}: nothing reads the {columns}: no setting, chat template or reward. Set a data.*_key to "
-                f"it{advice}, or remove it"
+                f"{path}: nothing reads the {columns}: no setting, chat template or reward. Set a "
+                f"data.*_key to it{advice}, or remove it"
             )
     return warnings
 

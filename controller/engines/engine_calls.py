@@ -4,8 +4,8 @@
             ^                                                                          |
             '------------------------- while run.max_restarts allows ------------------'
 
-`wait` watches starts, weight loads and health checks concurrently with a round's streams. `controller.engines.fleet`
-decides which engine may serve.
+`wait` watches starts, weight loads and health checks concurrently with a round's streams.
+`controller.engines.fleet` decides which engine may serve.
 """
 
 import re
@@ -55,20 +55,26 @@ class RolloutEngines:
         name: str = "rollout",
         log: Callable[[str], None] = print,
     ) -> None:
-        """make: makes an actor from (replica, attempt). replaceable: whether a lost engine can be replaced alone, False
-        if weights travel between GPUs. colocated: whether engines sleep during training. adapter_versions: see
-        `model.lora.versions`. name: of the role.
+        """make: makes an actor from (replica, attempt). replaceable: whether a lost engine can be replaced
+        alone, False if weights travel between GPUs. colocated: whether engines sleep during training.
+        adapter_versions: see `model.lora.versions`. name: of the role.
         """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
         self._starting: dict[int, ray.ObjectRef] = {}
-        self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
+        self._make = make
+        self._replaceable = replaceable
+        self._colocated = colocated
+        self._log = log
         self._name = name
-        self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
+        self._hang_timeout_s = config.hang_timeout_s
+        self._start_timeout_s = start_timeout_s
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
-        self._weights: list[tuple[int, ray.ObjectRef]] = []  # a whole file, and what each later version changed
+        self._weights: list[
+            tuple[int, ray.ObjectRef]
+        ] = []  # a whole file, and what each later version changed
         # Kept versions of LoRA policies, by name and version, if there are several policies.
         self._adapters: dict[str, dict[int, ray.ObjectRef]] | None = None
         self._adapter_versions = adapter_versions
@@ -97,7 +103,9 @@ class RolloutEngines:
             self.fleet.started(replica)
 
     def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
-        """Return the first of `streams` with a result, or None after another call or `timeout_s`. Raises as `lose`."""
+        """Return the first of `streams` with a result, or None after another call or `timeout_s`. Raises as
+        `lose`.
+        """
         done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             if ref not in self._calls:
@@ -109,7 +117,9 @@ class RolloutEngines:
         """Lose replicas with overdue calls. Check the health of silent `busy` replicas."""
         now = time.monotonic()
         for ref, call in list(self._calls.items()):
-            if call.deadline >= now or ref not in self._calls:  # a replica that was just lost has no calls left
+            if (
+                call.deadline >= now or ref not in self._calls
+            ):  # a replica that was just lost has no calls left
                 continue
             if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # it answered in time, between two rounds
                 self._arrived(ref)
@@ -118,15 +128,16 @@ class RolloutEngines:
         for replica in self.fleet.serving:
             if replica in busy and now - self._last_sign[replica] > self._hang_timeout_s:
                 self.fleet.drain(replica)
-                health, doing = self.actors[replica].health.remote(), "answering (rollout.hang_timeout_s)"
+                health = self.actors[replica].health.remote()
+                doing = "answering (rollout.hang_timeout_s)"
                 self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
 
     def check_any_will_serve(self) -> None:
         """Raise RolloutError if no engine serves, starts or loads weights: waiting would never end."""
         if not self.fleet.serving and not self._calls:
             raise RolloutError(
-                f"no rollout engine has the weights of version {self.fleet.version}, and none is loading them: an "
-                "update was refused before."
+                f"no rollout engine has the weights of version {self.fleet.version}, and none is loading "
+                "them: an update was refused before."
             )
 
     def on_lost(self, replica: int) -> None:
@@ -137,8 +148,8 @@ class RolloutEngines:
         self._last_sign[replica] = time.monotonic()
 
     def lose(self, replica: int, cause: Exception | str) -> None:
-        """Replace an engine. Raises RolloutError if a new one would die too or no restart is left, and LostError if it
-        cannot be replaced alone.
+        """Replace an engine. Raises RolloutError if a new one would die too or no restart is left, and
+        LostError if it cannot be replaced alone.
         """
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")
@@ -149,7 +160,9 @@ class RolloutEngines:
         ray.kill(self.actors[replica])
         lost = f"{self._name} replica {replica} was lost: {text}"
         if self.fleet.is_hopeless(replica):
-            raise RolloutError(f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample.")
+            raise RolloutError(
+                f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample."
+            )
         if not self._replaceable:
             raise LostError(lost)
         if not self.fleet.restart(replica):
@@ -159,24 +172,28 @@ class RolloutEngines:
         self._restarted = True
         self.actors[replica] = self._make(replica, self._attempts[replica])
         started = self.actors[replica].start.remote()
-        self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
+        self._watch(
+            replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica)
+        )
 
     def take_restarted(self) -> bool:
         """Return whether an engine was replaced since the last call."""
-        restarted, self._restarted = self._restarted, False
+        restarted = self._restarted
+        self._restarted = False
         return restarted
 
     def update_weights(self, payload: ray.ObjectRef, version: int, *, whole: bool = True) -> None:
         """Load packed weights as `version` into every engine, including engines that start later.
 
-        whole: or what changed since the last call. Raises RolloutError as `lose`, and if an engine refuses them,
-        because it would keep old weights.
+        whole: or what changed since the last call. Raises RolloutError as `lose`, and if an engine refuses
+        them, because it would keep old weights.
         """
         self._weights = [*([] if whole else self._weights), (version, payload)]
         self._load_all(version)
 
     def update_adapters(self, adapters: Mapping[str, ray.ObjectRef], version: int) -> None:
-        """Load adapters of LoRA policies, by name, as `version` into every engine, including engines that start later.
+        """Load adapters of LoRA policies, by name, as `version` into every engine, including engines that
+        start later.
 
         Versions that leave them (`replaced`) may not be sampled meanwhile. Raises as `update_weights`.
         """
@@ -193,11 +210,15 @@ class RolloutEngines:
         return kept[: max(0, len(kept) + 1 - self._adapter_versions)]
 
     def adapter(self, policy: str, version: int | None = None) -> int:
-        """Return the version of a LoRA policy to sample, None for its newest. Raises ConfigError if engines lack it."""
+        """Return the version of a LoRA policy to sample, None for its newest. Raises ConfigError if engines
+        lack it.
+        """
         kept = (self._adapters or {}).get(policy, {})
         if not kept or version not in (None, *kept):
             had = f"engines have the versions {sorted(kept)}" if kept else "engines have none"
-            raise ConfigError(f"adapter={policy!r}, version={version}: {had}. Ask for one of them, or publish it.")
+            raise ConfigError(
+                f"adapter={policy!r}, version={version}: {had}. Ask for one of them, or publish it."
+            )
         return max(kept) if version is None else version
 
     def _load_all(self, version: int) -> None:
@@ -216,7 +237,9 @@ class RolloutEngines:
         Raises LostError for an engine lost meanwhile, and errors of `send`.
         """
         # Not yet KV caches: the sender needs room to gather.
-        for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
+        for replica in self._on_all(
+            "wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s
+        ):
             self.fleet.wake(replica)
         send()
         if self._colocated:
@@ -226,7 +249,9 @@ class RolloutEngines:
             self.fleet.updated(replica, version)
 
     def sleep(self) -> None:
-        """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a lost one."""
+        """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a
+        lost one.
+        """
         if self._colocated:
             for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
                 self.fleet.sleep(replica)
@@ -236,7 +261,9 @@ class RolloutEngines:
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
-        """Call a method on each replica and wait. Returns the replicas that succeeded and loses the others."""
+        """Call a method on each replica and wait. Returns the replicas that succeeded and loses
+        the others.
+        """
         calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
         done = []
         for replica, ref in calls.items():
@@ -265,12 +292,15 @@ class RolloutEngines:
 
     def _load(self, replica: int) -> None:
         """Send the current weights to the engine, unless it has or is loading them."""
-        doing, version = "loading weights", self.fleet.version
+        doing = "loading weights"
+        version = self.fleet.version
         loading = any(call.replica == replica and call.doing == doing for call in self._calls.values())
         if self.fleet.state(replica) is State.STALE and not loading:
             actor = self.actors[replica]
             if self._adapters is not None:
-                adapters = {number: files for kept in self._adapters.values() for number, files in kept.items()}
+                adapters = {
+                    number: files for kept in self._adapters.values() for number, files in kept.items()
+                }
                 ref = actor.load_adapters.remote(adapters, version)
             elif self._deltas:
                 ref = actor.follow_weights.remote(self._weights)
@@ -287,7 +317,9 @@ class RolloutEngines:
             self.fleet.resume(replica)
         self.progressed(replica)
 
-    def _watch(self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]) -> None:
+    def _watch(
+        self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]
+    ) -> None:
         self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
 
     def _arrived(self, ref: ray.ObjectRef) -> None:

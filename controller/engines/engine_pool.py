@@ -4,9 +4,9 @@
                  ^                     |
                  +-- failed, or engine lost: continued from PartialResponses
 
-The driver reads light results and holds references to blocks. A lost engine's requests go to the other engines at once,
-and to its replacement once it has the current weights (`controller.engines.engine_calls`). `pump` serves several
-generations at a time, such as training's and a validation's.
+The driver reads light results and holds references to blocks. A lost engine's requests go to the other
+engines at once, and to its replacement once it has the current weights (`controller.engines.engine_calls`).
+`pump` serves several generations at a time, such as training's and a validation's.
 """
 
 import time
@@ -75,8 +75,8 @@ OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
 
 @dataclass
 class Generation:
-    """Requests with one kind of sampling. on_results: called with finished samples and their block. streams: replicas
-    by ObjectRefGenerator.
+    """Requests with one kind of sampling. on_results: called with finished samples and their block. streams:
+    replicas by ObjectRefGenerator.
     """
 
     router: Router
@@ -84,10 +84,15 @@ class Generation:
     on_results: OnResults
     streams: dict[Any, int] = field(default_factory=dict)
 
-    def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> list[SampleRequest]:
-        """Handle a replica's results, and return their requests. Each successful result has a row in the block."""
+    def received(
+        self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]
+    ) -> list[SampleRequest]:
+        """Handle a replica's results, and return their requests. Each successful result has a row in the
+        block.
+        """
         requests = [
-            (self.router.failed if result.failed else self.router.finished)(replica, result) for result in results
+            (self.router.failed if result.failed else self.router.finished)(replica, result)
+            for result in results
         ]
         if finished := [result for result in results if not result.failed]:
             self.on_results(finished, block)
@@ -106,8 +111,12 @@ class EnginePool(RolloutEngines):
         front: Any = None,
         **options: Any,
     ) -> None:
-        """make, options: see `RolloutEngines`. budget: None allows no restart. front: actor of `SessionFront`."""
-        self._config, self._live, self._front = config, live or LiveMetrics(), front
+        """make, options: see `RolloutEngines`. budget: None allows no restart. front: actor of
+        `SessionFront`.
+        """
+        self._config = config
+        self._live = live or LiveMetrics()
+        self._front = front
         self._generations: list[Generation] = []
         self._partial = PartialResponses()
         self._pumped = time.monotonic()
@@ -131,7 +140,9 @@ class EnginePool(RolloutEngines):
         Without engines, generation waits for a replacement. Raises as `lose`.
         """
         self.check_deadlines(self._busy())
-        self._partial.look({replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)})
+        self._partial.look(
+            {replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)}
+        )
         for generation in self._generations:
             self._open_streams(generation)
         self._export_queues()
@@ -165,14 +176,16 @@ class EnginePool(RolloutEngines):
     def take_idle_seconds(self) -> float:
         """Return seconds without requests since the last call, mean over engines."""
         self._count_idle()
-        idle, self._idle_s = self._idle_s, 0.0
+        idle = self._idle_s
+        self._idle_s = 0.0
         return idle / len(self.actors)
 
     def _busy(self) -> set[int]:
         return {replica for generation in self._generations for replica in generation.streams.values()}
 
     def _count_idle(self) -> None:
-        now, before = time.monotonic(), self._pumped
+        now = time.monotonic()
+        before = self._pumped
         self._idle_s += (now - before) * (len(self.actors) - len(self._busy()))
         self._pumped = now
 
@@ -185,7 +198,8 @@ class EnginePool(RolloutEngines):
     def _export_queues(self) -> None:
         routers = [generation.router for generation in self._generations]
         self._live.queues(
-            self.queued, [sum(router.outstanding(replica) for router in routers) for replica in range(len(self.actors))]
+            self.queued,
+            [sum(router.outstanding(replica) for router in routers) for replica in range(len(self.actors))],
         )
 
     def _read(self, generation: Generation, stream: Any) -> None:

@@ -6,9 +6,9 @@
         |                 '--wake-- asleep <--sleep-- stale, current, draining
         '----restart---- dead <----lost---- any of them
 
-Invariants: an engine serves only while it is current, and is current only with the fleet's version of the weights. A
-dead engine stays dead until it is restarted. There are never more restarts than the budget allows, and none of an
-engine that dies again and again before it finishes a sample.
+Invariants: an engine serves only while it is current, and is current only with the fleet's version of the
+weights. A dead engine stays dead until it is restarted. There are never more restarts than the budget allows,
+and none of an engine that dies again and again before it finishes a sample.
 """
 
 from collections import Counter
@@ -36,8 +36,8 @@ UP = (State.STALE, State.CURRENT, State.DRAINING)
 class RestartBudget:
     """Restarts of a run: at most `limit`, which is run.max_restarts.
 
-    engines: restarted rollout engines. recoveries: times the whole run resumed from its checkpoint. fruitless: by
-    replica, deaths in a row without a finished sample.
+    engines: restarted rollout engines. recoveries: times the whole run resumed from its checkpoint.
+    fruitless: by replica, deaths in a row without a finished sample.
     """
 
     limit: int
@@ -60,7 +60,10 @@ class Fleet:
     """
 
     def __init__(
-        self, replicas: int, budget: RestartBudget, changed: Callable[[int, State], None] = lambda replica, state: None
+        self,
+        replicas: int,
+        budget: RestartBudget,
+        changed: Callable[[int, State], None] = lambda replica, state: None,
     ) -> None:
         self.version = 0
         self.budget = budget
@@ -116,7 +119,9 @@ class Fleet:
 
     def lost(self, replica: int) -> None:
         self._move(replica, State.DEAD, State.STARTING, State.ASLEEP, *UP)
-        self.budget.fruitless[replica] = 0 if replica in self._finished else self.budget.fruitless[replica] + 1
+        self.budget.fruitless[replica] = (
+            0 if replica in self._finished else self.budget.fruitless[replica] + 1
+        )
         self._finished.discard(replica)
 
     def is_hopeless(self, replica: int) -> bool:

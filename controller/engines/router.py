@@ -6,8 +6,8 @@
 
 `controller.engines.fleet` decides which replicas may be given requests.
 
-Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped. No replica
-holds more than `max_concurrent`. No request fails more than `1 + max_retries` times.
+Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped. No
+replica holds more than `max_concurrent`. No request fails more than `1 + max_retries` times.
 """
 
 from collections import deque
@@ -49,8 +49,8 @@ class _Replica:
 
 
 class Router:
-    """State of a generation's requests. dropped: last failure of each dropped sample. first_retry: the failure that
-    caused the first retry since it was None.
+    """State of a generation's requests. dropped: last failure of each dropped sample. first_retry: the
+    failure that caused the first retry since it was None.
     """
 
     def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
@@ -83,22 +83,25 @@ class Router:
         """Queue requests. Raises DataError if a (uid, sample) is pending already."""
         for request in requests:
             if request.key in self._keys:
-                raise DataError(f"sample {request.sample} of prompt {request.uid!r} was requested twice at a time.")
+                raise DataError(
+                    f"sample {request.sample} of prompt {request.uid!r} was requested twice at a time."
+                )
             self._keys.add(request.key)
             self._waiting.append(_Ticket(request))
 
     def assign(self, serving: Collection[int]) -> dict[int, list[SampleRequest]]:
         """Give waiting requests, in order, each to the least loaded replica of `serving` with room.
 
-        Load is the number of outstanding requests, then their prompt tokens. A failed request waits for a replica that
-        it has not failed on, as long as one serves.
+        Load is the number of outstanding requests, then their prompt tokens. A failed request waits for a
+        replica that it has not failed on, as long as one serves.
         """
         assigned: dict[int, list[SampleRequest]] = {}
         kept: deque[_Ticket] = deque()
         heap = [(*self._replicas[i].load(), i) for i in serving if self.outstanding(i) < self.max_concurrent]
         heapify(heap)
         while self._waiting and heap:
-            ticket, passed = self._waiting.popleft(), []
+            ticket = self._waiting.popleft()
+            passed = []
             allowed = _allowed(ticket, set(serving)) if ticket.failed_on else serving
             while heap and heap[0][-1] not in allowed:
                 passed.append(heappop(heap))
@@ -133,12 +136,17 @@ class Router:
         self.retried += 1
         self.first_retry = self.first_retry or result
         ticket.request = replace(request, failures=len(ticket.failed_on))
-        later = (place for place, other in enumerate(self._waiting) if other.request.priority > ticket.request.priority)
+        later = (
+            place
+            for place, other in enumerate(self._waiting)
+            if other.request.priority > ticket.request.priority
+        )
         self._waiting.insert(next(later, len(self._waiting)), ticket)
         return request
 
     def take_dropped(self) -> list[SampleResult]:
-        dropped, self.dropped = self.dropped, []
+        dropped = self.dropped
+        self.dropped = []
         return dropped
 
     def replica_lost(self, replica: int, begun: Mapping[int, Response | SessionRecord]) -> None:

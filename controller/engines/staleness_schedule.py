@@ -4,19 +4,21 @@
                  |        window: the W groups from the oldest that is not yet taken
                  '--released--> gone (no signal: another is admitted in its place)
 
-A group is one prompt with all its samples, numbered in the order of the prompts: 0, 1, ... With P groups a step and a
-target staleness S, at most B = (S + 1) P groups are active: admitted, and not yet released, nor trained with the new
-weights in the engines. A step takes the P oldest ready groups, each from the window of W = max(1, floor(f B))
-numbers that begins at the oldest group not yet taken. So a younger group may pass a slow one only within the window
-(windowed FIFO, MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
+A group is one prompt with all its samples, numbered in the order of the prompts: 0, 1, ... With P groups a
+step and a target staleness S, at most B = (S + 1) P groups are active: admitted, and not yet released, nor
+trained with the new weights in the engines. A step takes the P oldest ready groups, each from the window of W
+= max(1, floor(f B)) numbers that begins at the oldest group not yet taken. So a younger group may pass a slow
+one only within the window (windowed FIFO, MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
 
-Invariants: every group is admitted once, and taken once or released. None is dropped for its age. A group's age in
-versions of the weights, from admission to its step, is at most `max_age` = S + ceil((W - 1) / P), and 0 if S is 0.
-While steps are left and no P groups can be taken, a group is running or can be admitted, or the engines await weights.
+Invariants: every group is admitted once, and taken once or released. None is dropped for its age. A group's
+age in versions of the weights, from admission to its step, is at most `max_age` = S + ceil((W - 1) / P), and
+0 if S is 0. While steps are left and no P groups can be taken, a group is running or can be admitted, or the
+engines await weights.
 
-Why the age is bounded: at a group's admission at most B - 1 others are active, and at most W - 1 younger groups are
-taken before it. So at most floor((B + W - 2) / P) = S + ceil((W - 1) / P) whole steps are taken in between. If groups
-stopped being active when trained, before the engines have the new weights, the bound would be one more.
+Why the age is bounded: at a group's admission at most B - 1 others are active, and at most W - 1 younger
+groups are taken before it. So at most floor((B + W - 2) / P) = S + ceil((W - 1) / P) whole steps are taken in
+between. If groups stopped being active when trained, before the engines have the new weights, the bound would
+be one more.
 
 It only decides, without I/O, Ray or a clock.
 """
@@ -63,7 +65,9 @@ class Staleness:
 class StalenessSchedule:
     """State of a run's groups. Raises ValueError for an event that is impossible in a group's state."""
 
-    def __init__(self, settings: Staleness, steps: int, *, admitted: int = 0, active: Iterable[int] = ()) -> None:
+    def __init__(
+        self, settings: Staleness, steps: int, *, admitted: int = 0, active: Iterable[int] = ()
+    ) -> None:
         """steps: number left, whose groups are admitted. admitted: number of the next group. active: running
         groups of a resumed run.
         """
@@ -99,7 +103,8 @@ class StalenessSchedule:
 
     def take(self) -> list[int]:
         """Take the next step's groups, oldest first, or none while fewer than P are ready."""
-        size, running = self.settings.prompts_per_step, self.in_state(GroupState.RUNNING)
+        size = self.settings.prompts_per_step
+        running = self.in_state(GroupState.RUNNING)
         ready = self.in_state(GroupState.READY)
         if running:  # the window cannot move beyond the oldest of them
             ready = [group for group in ready if group < running[0] + self.settings.window_groups]

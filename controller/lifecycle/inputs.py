@@ -83,9 +83,11 @@ class Tried:
     """Inputs that need no tokenizer.
 
     train, held_out: records by path. environment, step: pickled class of rollout.environment, functions of
-    rollout.tools or function of rollout.agent, and function of run.step, or empty. tools: schemas of rollout.tools.
-    identity: of the training data, for checkpoints. score, answered: of the reward and the environment, for an empty
-    response to the first record. template: None for texts. functions: of samples. sampled: prompts of data.sampler.
+    rollout.tools or function of rollout.agent, and function of run.step, or empty. tools: schemas of
+    rollout.tools.
+    identity: of the training data, for checkpoints. score, answered: of the reward and the environment, for
+    an empty response to the first record. template: None for texts. functions: of samples. sampled: prompts
+    of data.sampler.
     parser: of a judge's answers. answer_warnings: answers that the math reward cannot read.
     """
 
@@ -109,7 +111,9 @@ class Tried:
 
 @dataclass(frozen=True)
 class Inputs(Tried):
-    """Inputs of a run. weights: of the sources, by path. first_prompt: its decoded ids. warnings: for the user."""
+    """Inputs of a run. weights: of the sources, by path. first_prompt: its decoded ids. warnings: for the
+    user.
+    """
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
@@ -121,7 +125,11 @@ class Inputs(Tried):
     def prompts(self) -> Prompts:
         if self.sampled is not None:
             return self.sampled(self.sources[0])
-        return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
+        return (
+            self.sources[0]
+            if len(self.sources) == 1
+            else PromptMixture(self.sources, list(self.weights.values()))
+        )
 
 
 def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
@@ -137,8 +145,10 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     if images := image_sources(first, data.image_key, data.image_pixels.limits, path, f"{path} record 1"):
         first = first | {data.image_key: Pictures(images)}
     problems = Problems()
-    functions, score = list[RewardFunction](), None
-    tools, template = Tools(b"", []), None
+    functions = list[RewardFunction]()
+    score = None
+    tools = Tools(b"", [])
+    template = None
     environment, answered, agent = b"", None, b""
     with problems.collecting():
         functions, score = reward_functions(config, first, log, given)
@@ -190,7 +200,8 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
 
 def _read_data(config: Config, log: Log) -> tuple[Records, Records]:
     """Read the training data and the validation data, by path."""
-    data, problems = config.data, Problems()
+    data = config.data
+    problems = Problems()
     records: Records = {}
     for path in filter(None, (*data.weights, data.validation)):
         with problems.collecting():
@@ -223,7 +234,8 @@ def _check_records(
 
 def _try_chats(config: Config, data: Records, log: Log) -> tuple[Tools, Examined | None]:
     """Describe the tools, and render the first prompts with them."""
-    tools, problems = Tools(b"", []), Problems()
+    tools = Tools(b"", [])
+    problems = Problems()
     with problems.collecting():
         if config.rollout.tools:
             _check_tools(config, data)
@@ -246,11 +258,19 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
-        *(quoted("the judge reads:", question(config, next(iter(tried.train.values()))[0])) if tried.parser else []),
+        *(
+            quoted("the judge reads:", question(config, next(iter(tried.train.values()))[0]))
+            if tried.parser
+            else []
+        ),
         *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
         *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
         *([f"{agent}: {_agent_line(config)}"] if agent else []),
-        *([f"{config.rollout.agent_command}: started for each sample"] if config.rollout.agent_command else []),
+        *(
+            [f"{config.rollout.agent_command}: started for each sample"]
+            if config.rollout.agent_command
+            else []
+        ),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
         *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried.functions),
         *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried.sampled else []),
@@ -263,11 +283,12 @@ def _epoch_lines(config: Config, train: Records) -> list[str]:
     if config.data.sampler:
         return []
     least = "at least " if config.algorithm.zero_variance_groups == "replace" else ""
-    weights, prompts = config.data.weights, config.run.steps * config.batch.prompts_per_step
+    weights = config.data.weights
+    prompts = config.run.steps * config.batch.prompts_per_step
     shares = {path: prompts * weights[path] / sum(weights.values()) for path in train}
     return [
-        f"{path}: {least}{share / len(train[path]):.3g} epochs, {share:,.0f} of run.steps * batch.prompts_per_step = "
-        f"{prompts:,} prompts"
+        f"{path}: {least}{share / len(train[path]):.3g} epochs, {share:,.0f} of run.steps * "
+        f"batch.prompts_per_step = {prompts:,} prompts"
         for path, share in shares.items()
     ]
 
@@ -297,12 +318,18 @@ def _score_line(score: Score) -> str:
 def prompt_lines(inputs: Inputs) -> list[str]:
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
     shown = quoted("the first prompt, as engines read it:", inputs.first_prompt)
-    return [*shown, *(_tokens_line(dataset) for dataset in datasets), *(f"warning: {line}" for line in inputs.warnings)]
+    return [
+        *shown,
+        *(_tokens_line(dataset) for dataset in datasets),
+        *(f"warning: {line}" for line in inputs.warnings),
+    ]
 
 
 def _tokens_line(dataset: PromptDataset) -> str:
     tokens = dataset.lengths
-    changed = [f"{count} {what}" for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))]
+    changed = [
+        f"{count} {what}" for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))
+    ]
     return (
         f"{dataset.name}: {counted(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
         f"{sum(tokens) / len(tokens):.0f} on average; above data.max_prompt_tokens: {', '.join(changed)}"
@@ -320,8 +347,8 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     chats = isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list)
     if config.rollout.history == "template" and not chats:
         raise ConfigError(
-            f"rollout.history=template: the prompts of {next(iter(tried.train))} are texts, which no chat template "
-            "renders. Remove it, or write them as chat messages."
+            f"rollout.history=template: the prompts of {next(iter(tried.train))} are texts, which no chat "
+            "template renders. Remove it, or write them as chat messages."
         )
     if config.rollout.plays_episodes and chats and not config.rollout.runs_agent:
         from workers.episodes.conversation import check_template
@@ -354,12 +381,14 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         patches = max(source.most_image_tokens for source in sources) * tried.cost_model.patches
         if patches > cap:
             raise ConfigError(
-                f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} patches. Raise "
-                "it, or lower data.image_pixels.max."
+                f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} "
+                "patches. Raise it, or lower data.image_pixels.max."
             )
     unread = [] if _reads_records(config) else _unread_columns(config, tried, blind, chats=chats)
     untaught = replace(rules, context_key="")
-    validation = [dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()]
+    validation = [
+        dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()
+    ]
     identity = tried.identity | {"prompts": [len(source) for source in sources]}
     check_same_data(config, identity)
     return Inputs(
@@ -380,19 +409,29 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
 
 def _reads_records(config: Config) -> bool:
     """Whether code takes whole records, so that any column may be read."""
-    data, rollout = config.data, config.rollout
+    data = config.data
+    rollout = config.rollout
     return bool(
-        rollout.environment or rollout.runs_agent or rollout.tools or data.curriculum or data.sampler or config.run.step
+        rollout.environment
+        or rollout.runs_agent
+        or rollout.tools
+        or data.curriculum
+        or data.sampler
+        or config.run.step
     )
 
 
 def _unread_columns(config: Config, tried: Tried, blind: Sequence[str], *, chats: bool) -> list[str]:
-    """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns too."""
+    """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns
+    too.
+    """
     data = tried.train | tried.held_out
     names = {name for rows in data.values() for row in rows[:COMPARED] for name in row}
     of_functions = {name for function in tried.reward_functions for name in function.columns}
     of_functions |= {name for function in tried.functions.values() for name in function.names}
-    of_images = {name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind}
+    of_images = {
+        name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind
+    }
     of_chats = CHATS if chats else set()
     return unread_columns(data, {*names_in(config, names), *of_functions, *of_images, *of_chats})
 
@@ -402,7 +441,8 @@ def _blind_images(config: Config, data: Mapping[str, list[Record]]) -> list[str]
     warnings: list[str] = []
     if not reads_images(config):
         return warnings
-    prompt_key, image_key = config.data.prompt_key, config.data.image_key
+    prompt_key = config.data.prompt_key
+    image_key = config.data.image_key
     for path, rows in data.items():
         read = ((bool(row.get(image_key)), texts_of(row[prompt_key])) for row in rows)
         warnings += blind_images(path, rows, read, image_key)
@@ -439,7 +479,8 @@ def inputs_without_data(config: Config) -> Inputs:
 
 def _as_read(tokenizer: Any, prompt: Prompt) -> str:
     """Decode a prompt, with an image's size in the place of its tokens."""
-    texts, start = [], 0
+    texts = []
+    start = 0
     for each in prompt.images:
         texts += [
             tokenizer.decode(prompt.ids[start : each.first]),
@@ -453,7 +494,9 @@ def reward_functions(
     config: Config, example: Record, log: Log = print, given: GivenFunctions = NONE_GIVEN
 ) -> tuple[list[RewardFunction], Score | None]:
     """Try the reward functions on `example`, the first record, with an empty response. Raises ConfigError."""
-    functions, score, example = [], None, _with_messages(config, example)
+    functions = []
+    score = None
+    example = _with_messages(config, example)
     key = "reward.functions" if config.reward.functions else "reward.function"
     problems = Problems()
     for name, weight in config.reward.weights.items():
@@ -470,7 +513,8 @@ def reward_functions(
 
 
 def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answered | None]:
-    key, name = "rollout.environment", config.rollout.environment
+    key = "rollout.environment"
+    name = config.rollout.environment
     if not name or config.rollout.runs_agent:
         return b"", None
     with waiting(log, f"the import of {name}, {key}", config):
@@ -481,29 +525,37 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
 
 
 def _agent(config: Config, log: Log) -> bytes:
-    """Pickle the function of rollout.agent, which must take what it is called with, or the agent of verifiers.
+    """Pickle the function of rollout.agent, which must take what it is called with, or the agent of
+    verifiers.
 
     Raises ConfigError.
     """
     if verifiers := config.rollout.environment:
-        key, timeout_s = "rollout.environment", config.resources.user_code_timeout_s
+        key = "rollout.environment"
+        timeout_s = config.resources.user_code_timeout_s
         with waiting(log, f"the import of {verifiers}, {key}", config):
             return find_verifiers_agent(key, verifiers, timeout_s)
-    key, name = "rollout.agent", config.rollout.agent
+    key = "rollout.agent"
+    name = config.rollout.agent
     if not name or name == HTTP:
         return b""
     found = imported(config, log, key, name)
     if len(found.signature.required) > len(AGENT_TAKES) or len(found.signature.names) < len(AGENT_TAKES):
-        raise ConfigError(f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so.")
+        raise ConfigError(
+            f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so."
+        )
     return found.packed
 
 
 def _agent_line(config: Config) -> str:
-    return "agents elsewhere play each sample" if config.rollout.agent == HTTP else "imported, plays each sample"
+    return (
+        "agents elsewhere play each sample" if config.rollout.agent == HTTP else "imported, plays each sample"
+    )
 
 
 def _tools(config: Config, log: Log) -> Tools:
-    key, name = "rollout.tools", config.rollout.tools
+    key = "rollout.tools"
+    name = config.rollout.tools
     with waiting(log, f"the import of {name}, {key}", config):
         return find_tools(key, name, timeout_s=config.resources.user_code_timeout_s)
 
@@ -514,10 +566,13 @@ def _name(schema: dict[str, Any]) -> str:
 
 def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
     """Raise ConfigError if prompts are texts, or no parser is known for the template's calls."""
-    tools, model = config.rollout.tools, config.model.path
+    tools = config.rollout.tools
+    model = config.model.path
     for path, rows in data.items():
         if any(isinstance(row[config.data.prompt_key], str) for row in rows):
-            raise ConfigError(f"rollout.tools={tools}: {path} has prompts that are texts. Give chat messages.")
+            raise ConfigError(
+                f"rollout.tools={tools}: {path} has prompts that are texts. Give chat messages."
+            )
     template = template_of(read_model_files(model, "model.path").folder, config.model.chat_template)
     if template and not config.rollout.tool_parser and not parsers_of(template.text_for({"tools": True}))[0]:
         raise ConfigError(
@@ -550,21 +605,26 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
     if data.overlong_prompts != "truncate" and not any(short):
         raise DataError(
             f"{path}: all prompts, {len(rows)}, have many more characters than data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} tokens hold. Raise it, set data.overlong_prompts=truncate, or shorten them."
+            f"{data.max_prompt_tokens} tokens hold. Raise it, set data.overlong_prompts=truncate, or "
+            "shorten them."
         )
     if data.overlong_prompts == "error" and not all(short):
         number = short.index(False) + 1
         raise DataError(
-            f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more than "
-            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold. Raise it, or set data.overlong_prompts=drop."
+            f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more "
+            f"than data.max_prompt_tokens={data.max_prompt_tokens} tokens hold. Raise it, or set "
+            "data.overlong_prompts=drop."
         )
 
 
 def _first_chats(config: Config, data: Mapping[str, list[Record]], tools: Sequence[Any]) -> list[Chat]:
     found: list[Chat] = []
-    key, rules = config.data.prompt_key, _rules(config, tools)
+    key = config.data.prompt_key
+    rules = _rules(config, tools)
     for path, rows in data.items():
-        chats = [(f"{path} record {i}", row) for i, row in enumerate(rows, start=1) if isinstance(row[key], list)]
+        chats = [
+            (f"{path} record {i}", row) for i, row in enumerate(rows, start=1) if isinstance(row[key], list)
+        ]
         found += [
             (with_system_prompt(row[key], rules.system_prompt, where), rules.options_of(row, where))
             for where, row in chats[:TRIED_PROMPTS]
@@ -573,17 +633,24 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]], tools: Sequen
 
 
 def try_template(
-    config: TrainingConfig, chats: Sequence[Chat], options: Options, log: Log = print, *, answered: bool = False
+    config: TrainingConfig,
+    chats: Sequence[Chat],
+    options: Options,
+    log: Log = print,
+    *,
+    answered: bool = False,
 ) -> Examined | None:
     """Render `chats`, which may end with a response, by the chat template in a separate process.
 
-    options: of the run. Raises DataError without a template, ConfigError if it fails, or if a setting of templates has
-    no chat to act on.
+    options: of the run. Raises DataError without a template, ConfigError if it fails, or if a setting of
+    templates has no chat to act on.
     """
     if not chats:
         for key in ("model.chat_template", "data.chat_template_arguments"):
             if value := value_of(config, key):
-                raise ConfigError(f"{key}={value}: the prompts are texts. Give chat messages, or remove {key}.")
+                raise ConfigError(
+                    f"{key}={value}: the prompts are texts. Give chat messages, or remove {key}."
+                )
         return None
     model = read_model_files(config.model.path, "model.path")
     template = template_of(model.folder, config.model.chat_template)
@@ -591,7 +658,8 @@ def try_template(
         return None  # the tokenizer is on another machine
     if template is None:
         raise DataError(
-            f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
+            f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no "
+            "chat template."
         )
     timeout_s = config.resources.user_code_timeout_s
     key = "model.chat_template" if config.model.chat_template else "model.path"
@@ -605,7 +673,8 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
         from workers.model.model import load_tokenizer
         from workers.model.vision.processor import load_placeholders
 
-        tokenizer, placeholders = load_tokenizer(config.model.path), load_placeholders(config.model.path)
+        tokenizer = load_tokenizer(config.model.path)
+        placeholders = load_placeholders(config.model.path)
     vocabulary = config.vocabulary
     timeout_s = config.resources.user_code_timeout_s
     renderer = Renderer.with_template(tokenizer, config.model.chat_template, vocabulary, timeout_s)

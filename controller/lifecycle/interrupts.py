@@ -26,7 +26,9 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restore the handlers of `SIGNALS` after the block, because Ray replaces them. Only for the main thread."""
+    """Restore the handlers of `SIGNALS` after the block, because Ray replaces them. Only for the
+    main thread.
+    """
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
     try:
         yield
@@ -51,7 +53,9 @@ class Interrupts:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
-        """Call before the first model changes. Raises an interrupt that Python dropped in a destructor or callback."""
+        """Call before the first model changes. Raises an interrupt that Python dropped in a destructor or
+        callback.
+        """
         self._raise_pending()
         self.held = True
 
@@ -85,7 +89,8 @@ class Interrupts:
             self._log(line)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        at_once, self._pending = not self.held or self._pending, True
+        at_once = not self.held or self._pending
+        self._pending = True
         if at_once:
             raise KeyboardInterrupt
         self._lines.put("stopping when this step is complete. Press again to stop at once")

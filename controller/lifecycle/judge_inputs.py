@@ -1,4 +1,6 @@
-"""Try what a judge needs before anything starts: its prompt and chat template, and the parser of its answers."""
+"""Try what a judge needs before anything starts: its prompt and chat template, and the parser of
+its answers.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,7 +27,8 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
 
     Raises ConfigError, also if the prompt cannot be written for one of the records.
     """
-    settings, first = config.reward.judge, next(iter(data.values()))[0]
+    settings = config.reward.judge
+    first = next(iter(data.values()))[0]
     if not config.uses_judge:
         return None
     _try_chat_template(config, question(config, first), log)
@@ -38,18 +41,26 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
         values = None if settings.form == "score" else VERDICTS
         packed = cloudpickle.dumps(partial(last_match, pattern=settings.pattern, values=values))
         return RewardFunction("parser", 1.0, packed, ())
-    key, name = "reward.judge.parser", settings.function
+    key = "reward.judge.parser"
+    name = settings.function
     found = imported(config, log, key, name)
-    return RewardFunction("parser", 1.0, found.packed, requested_columns(found.signature, first, name, key=key))
+    return RewardFunction(
+        "parser", 1.0, found.packed, requested_columns(found.signature, first, name, key=key)
+    )
 
 
 def _try_chat_template(config: Config, text: str, log: Log) -> None:
-    key, model, options = "reward.judge.model", config.judge_model, config.reward.judge.chat_template_arguments
+    key = "reward.judge.model"
+    model = config.judge_model
+    options = config.reward.judge.chat_template_arguments
     template = template_of(read_model_files(model.path, key).folder, model.chat_template)
     if template is None and options:
-        raise ConfigError(f"reward.judge.chat_template_arguments={options}: the judge has no chat template. Remove it.")
+        raise ConfigError(
+            f"reward.judge.chat_template_arguments={options}: the judge has no chat template. Remove it."
+        )
     if template is not None:
-        which, timeout_s = f"the chat template of {key}={model.path}", config.resources.user_code_timeout_s
+        which = f"the chat template of {key}={model.path}"
+        timeout_s = config.resources.user_code_timeout_s
         chat = [([{"role": "user", "content": text}], options)]
         with waiting(log, which, config):
             render_isolated(template, chat, options, [], which, answered=False, timeout_s=timeout_s)
@@ -58,4 +69,6 @@ def _try_chat_template(config: Config, text: str, log: Log) -> None:
 def question(config: Config, record: Record, response: str = "") -> str:
     """Return the judge's question about a response, or about two equal ones. Raises ConfigError."""
     settings = config.reward.judge
-    return Questions(settings, config.data.prompt_key).text(record, [response] * (1 if settings.form == "score" else 2))
+    return Questions(settings, config.data.prompt_key).text(
+        record, [response] * (1 if settings.form == "score" else 2)
+    )

@@ -1,4 +1,5 @@
-"""A Ray that a run starts on its own machine: closed to other users and networks, out of reach of signals to the run.
+"""A Ray that a run starts on its own machine: closed to other users and networks, out of reach of signals to
+the run.
 
 ray_folder() -> ray.init(_temp_dir=...), within started_apart()
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 def ray_folder() -> Path:
     """Return a folder for Ray's sessions, in one that only this user can enter.
 
-    Ray opens its folders to everybody (mode 0777), and again whenever a worker starts: closing them does not last.
+    Ray opens its folders to everybody (mode 0777), and again whenever a worker starts: closing them does not
+    last.
     """
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray
     folder = Path(base, f"ray-{os.getuid()}")
@@ -32,8 +34,8 @@ def ray_folder() -> Path:
 def started_apart() -> Iterator[None]:
     """Let Ray's processes, started in the block, listen only on 127.0.0.1 and have a session of their own.
 
-    ray.init would take the machine's address. In the run's process group they would get the SIGTERM that `timeout` and
-    schedulers send to the whole group, and end before the run could write a checkpoint.
+    ray.init would take the machine's address. In the run's process group they would get the SIGTERM that
+    `timeout` and schedulers send to the whole group, and end before the run could write a checkpoint.
     """
     from ray._private import ray_constants, services
 

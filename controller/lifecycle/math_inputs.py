@@ -17,7 +17,9 @@ MOST_EXAMINED = 200  # records of a data set, because SymPy takes milliseconds a
 
 
 def answer_warnings(config: Config, data: Records, log: Log = print) -> tuple[str, ...]:
-    """Return a line for each data set of which the math reward cannot read all answers. Raises ConfigError."""
+    """Return a line for each data set of which the math reward cannot read all answers. Raises
+    ConfigError.
+    """
     if MATH not in config.reward.weights:
         return ()
     lines = list[str]()
@@ -32,7 +34,9 @@ def _examined(config: Config, path: str, records: Sequence[Record]) -> list[str]
     answers = [records[place].get(COLUMN) for place in places]
     limit_s = config.resources.user_code_timeout_s
     try:
-        examined = ask("workers.math_answers:examine_answers", answers, timeout_s=limit_s, setting=TIMEOUT_SETTING)
+        examined = ask(
+            "workers.math_answers:examine_answers", answers, timeout_s=limit_s, setting=TIMEOUT_SETTING
+        )
     except NoAnswerError as error:
         raise ConfigError(f"reward.function={MATH}: reading the answers of {path} {error}.") from None
     share = f"of {counted(len(answers), 'examined answer')}"
@@ -40,7 +44,9 @@ def _examined(config: Config, path: str, records: Sequence[Record]) -> list[str]
     if examined["refused"]:
         place, reason = examined["refused"][0]
         refused = len(examined["refused"])
-        lines.append(f"{path}: {refused} {share} cannot be scored, such as record {places[place] + 1}: {reason}")
+        lines.append(
+            f"{path}: {refused} {share} cannot be scored, such as record {places[place] + 1}: {reason}"
+        )
     if examined["texts"]:
         place = examined["texts"][0]
         example = f"record {places[place] + 1}: {quoted(answers[place])}"

@@ -1,4 +1,5 @@
-"""Write a saved model's card, README.md: source, data and settings. A card copied from the source model is kept.
+"""Write a saved model's card, README.md: source, data and settings. A card copied from the source model is
+kept.
 
 settings --> runs/NAME/model/README.md
 """

@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 MOST_BYTES = 2 * GIB
-SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32, and as much again while they are read
+SHARE_OF_MEMORY = (
+    1 / 6
+)  # weights in bfloat16 take twice their files in float32, and as much again while they are read
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its first step."""
+"""Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its
+first step.
+"""
 KV_BLOCK_TOKENS = 32  # for an engine on CPU, see workers.engine.vllm_interface
 
 
@@ -79,8 +83,8 @@ def check_models(config: TrainingConfig) -> None:
             _check_top(config, _vocabulary(policy))
         elif (found := _vocabulary(model)) != (expected := _vocabulary(policy)):
             raise ConfigError(
-                f"{role.key}={role.model.path}: it has {found} tokens and model.path={config.model.path} {expected}. "
-                "Take a model that reads the policy's tokens."
+                f"{role.key}={role.model.path}: it has {found} tokens and model.path={config.model.path} "
+                f"{expected}. Take a model that reads the policy's tokens."
             )
         _check_positions(config, role.key, role.model.path, model)
     _check_optimizers(config)
@@ -93,7 +97,8 @@ def _check_optimizers(config: TrainingConfig) -> None:
         total = max(optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1)
         own = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
         for name in own[:1]:  # a trial is of both
-            key, timeout_s = f"{role}.optimizer.{name}", config.resources.user_code_timeout_s
+            key = f"{role}.optimizer.{name}"
+            timeout_s = config.resources.user_code_timeout_s
             check_optimizer(key, getattr(optimizer, name), optimizer, total, timeout_s=timeout_s)
 
 
@@ -108,7 +113,9 @@ def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
             return build_sampled(role.model, files.folder, weights=files.weights)
         layout = role.model.attention_layout(shared=config.shares_model)
         settings = replace(role.model, layout=layout, forward_layout="same")
-        packed = build_skeleton(settings, files.folder, role.head, trained=role.trained, weights=files.weights)
+        packed = build_skeleton(
+            settings, files.folder, role.head, trained=role.trained, weights=files.weights
+        )
         on = {"cuda": config.uses_gpus, "half": config.compute_dtype != "float32"}
         check_model(packed, role.model, config.policy.parallel, head=role.head, **on)
         if role.model.lora.rank:
@@ -132,8 +139,9 @@ def _check_tokens(config: TrainingConfig, role: Role) -> None:
     if different:
         first = min(different, key=policy.__getitem__)
         raise ConfigError(
-            f"{role.key}={role.model.path}: its tokenizer gives {len(different):,} of the policy's {len(policy):,} "
-            f"tokens other ids, such as {first!r}. Take a teacher with the tokenizer of model.path={config.model.path}."
+            f"{role.key}={role.model.path}: its tokenizer gives {len(different):,} of the policy's "
+            f"{len(policy):,} tokens other ids, such as {first!r}. Take a teacher with the tokenizer of "
+            f"model.path={config.model.path}."
         )
 
 
@@ -141,8 +149,8 @@ def _check_top(config: TrainingConfig, vocabulary: int) -> None:
     settings = config.algorithm.loss.distillation if isinstance(config, Config) else DistillationConfig()
     if settings.over == "top_k" and settings.top_k >= vocabulary:
         raise ConfigError(
-            f"algorithm.loss.distillation.top_k={settings.top_k}: model.path={config.model.path} has {vocabulary} "
-            "tokens. Lower it, or set algorithm.loss.distillation.over=vocabulary."
+            f"algorithm.loss.distillation.top_k={settings.top_k}: model.path={config.model.path} has "
+            f"{vocabulary} tokens. Lower it, or set algorithm.loss.distillation.over=vocabulary."
         )
 
 
@@ -161,8 +169,8 @@ def _check_pad_token(config: TrainingConfig) -> None:
 
     if load_tokenizer(config.model.path).pad_token_id is None:
         raise ConfigError(
-            f"model.path={config.model.path}: its tokenizer has no pad token, without which transformers scores no "
-            "batch. Set pad_token in tokenizer_config.json to a token that ends no response."
+            f"model.path={config.model.path}: its tokenizer has no pad token, without which transformers "
+            "scores no batch. Set pad_token in tokenizer_config.json to a token that ends no response."
         )
 
 
@@ -171,11 +179,15 @@ def _check_token_ids(config: Config, vocabulary: int) -> None:
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(sampling, name):
                 if not 0 <= token < vocabulary:
-                    raise ConfigError(f"{key}.{name}: {token} is outside the vocabulary of {vocabulary}. Correct it.")
+                    raise ConfigError(
+                        f"{key}.{name}: {token} is outside the vocabulary of {vocabulary}. Correct it."
+                    )
 
 
 def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:
-    most, longest, lower = positions(model.config.get_text_config().to_dict()), config.longest_sequence, ""
+    most = positions(model.config.get_text_config().to_dict())
+    longest = config.longest_sequence
+    lower = ""
     if isinstance(config, Config):
         lower = f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
         longest = max(longest, config.max_model_tokens) if key == "model.path" else longest
@@ -189,23 +201,27 @@ def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTra
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:
     from workers.model.rules.families import head_size, kv_bytes_per_token
 
-    text, key = model.config.get_text_config(), f"model.path={config.model.path}"
-    parallel, heads = config.rollout.tensor_parallel, getattr(text, "num_attention_heads", None)
+    text = model.config.get_text_config()
+    key = f"model.path={config.model.path}"
+    parallel = config.rollout.tensor_parallel
+    heads = getattr(text, "num_attention_heads", None)
     pairs = getattr(text, "num_key_value_heads", None) or heads
     if heads and heads % parallel:
-        raise ConfigError(f"rollout.tensor_parallel={parallel}: it does not divide the {heads} heads of {key}.")
+        raise ConfigError(
+            f"rollout.tensor_parallel={parallel}: it does not divide the {heads} heads of {key}."
+        )
     if pairs and pairs % parallel and parallel % pairs:
         raise ConfigError(
-            f"rollout.tensor_parallel={parallel}: it neither divides nor is a multiple of the {pairs} key-value heads "
-            f"of {key}."
+            f"rollout.tensor_parallel={parallel}: it neither divides nor is a multiple of the {pairs} "
+            f"key-value heads of {key}."
         )
     if config.uses_gpus:
         return
     size = head_size(text)
     if size and size not in CPU_HEAD_SIZES:
         raise ConfigError(
-            f"{key}: vLLM on CPUs computes no heads of {size} numbers, only of {', '.join(map(str, CPU_HEAD_SIZES))}. "
-            "Take another model, or GPUs."
+            f"{key}: vLLM on CPUs computes no heads of {size} numbers, only of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}. Take another model, or GPUs."
         )
     if "kv_cache_dtype" in config.rollout.engine:
         return
@@ -214,20 +230,21 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
     needed = width * kv_bytes_per_token(text) * tokens / parallel / GIB
     if needed > config.rollout.cpu_kv_cache_gib:
         raise ConfigError(
-            f"rollout.cpu_kv_cache_gib={config.rollout.cpu_kv_cache_gib:g}: keys and values of one sequence of "
-            f"{config.max_model_tokens} tokens take {needed:.2g} GiB. Raise it, or lower rollout.max_model_tokens, "
-            "data.max_prompt_tokens or the limits of a response."
+            f"rollout.cpu_kv_cache_gib={config.rollout.cpu_kv_cache_gib:g}: keys and values of one sequence "
+            f"of {config.max_model_tokens} tokens take {needed:.2g} GiB. Raise it, or lower "
+            "rollout.max_model_tokens, data.max_prompt_tokens or the limits of a response."
         )
 
 
 def numerics_lines(config: TrainingConfig) -> Iterator[str]:
     """Yield a line per model: its check against the reference if it is small enough, else the reason.
 
-    Raises UnsupportedModelError if the training engine's numbers differ from the model's own, ConfigError for weights
-    that cannot be loaded or are not finite.
+    Raises UnsupportedModelError if the training engine's numbers differ from the model's own, ConfigError for
+    weights that cannot be loaded or are not finite.
     """
     for role in _roles(config):
-        size, limit = weight_bytes(role.model.path, role.key), _most_bytes()
+        size = weight_bytes(role.model.path, role.key)
+        limit = _most_bytes()
         if not size:
             yield f"numerics: {role.key} has no weights on this machine. The run checks it at its start"
         elif size > limit:
@@ -258,11 +275,17 @@ def _measured(role: Role) -> tuple[float, str]:
     # A GPU's kernel cannot run here. It is measured where it runs.
     layout = role.model.attention_layout()
     attention = role.model.attention if layout == "padded" else "auto"
-    model = replace(role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False)
+    model = replace(
+        role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False
+    )
     try:
         module = LOADERS[role.head](model, torch.float32)
     except BallastError:
         raise
     except Exception as error:  # from a file reader or a model class
-        raise ConfigError(f"{role.key}={role.model.path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return check_numerics(module, model).largest, " nats" if role.head == "lm" else " of a hidden state's size"
+        raise ConfigError(
+            f"{role.key}={role.model.path} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return check_numerics(
+        module, model
+    ).largest, " nats" if role.head == "lm" else " of a hidden state's size"

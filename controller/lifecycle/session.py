@@ -4,8 +4,9 @@
                               ^                                 |
                               '-- run.resume=auto <--LostError--'
 
-After losing an actor, a run resumes from its last checkpoint in the same process. All roles restart, because surviving
-ranks cannot reuse their process group. Data order follows from the seed, so repeated steps equal the lost ones.
+After losing an actor, a run resumes from its last checkpoint in the same process. All roles restart, because
+surviving ranks cannot reuse their process group. Data order follows from the seed, so repeated steps equal
+the lost ones.
 """
 
 import gc
@@ -73,7 +74,14 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     try:
         try:
             start = prepare()
-        except (ConfigError, DataError, ResourceError, UnsupportedModelError, BalancingError, OSError) as error:
+        except (
+            ConfigError,
+            DataError,
+            ResourceError,
+            UnsupportedModelError,
+            BalancingError,
+            OSError,
+        ) as error:
             return _fail(error, 2)
         if start is not None:
             start()
@@ -88,7 +96,8 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 def prepare_start(
     config: TrainingConfig, read: Callable[[Log], Found], start: Callable[[Found, "Console"], None]
 ) -> Callable[[], None]:
-    """Check machine, cluster and models, read the inputs, and lock the run's folder. Returns how to start the run.
+    """Check machine, cluster and models, read the inputs, and lock the run's folder. Returns how to start the
+    run.
 
     read: returns the inputs, and logs slow work. Raises ResourceError, ConfigError, and as `read`.
     """
@@ -100,7 +109,8 @@ def ready(config: TrainingConfig, read: Callable[[Log], Found]) -> tuple[Found, 
     """Check machine, cluster and models, and read the inputs. Raises as `prepare_start`."""
     from controller.observability.console import Console
 
-    console, problems = Console(verbose=config.tracking.verbose), Problems()
+    console = Console(verbose=config.tracking.verbose)
+    problems = Problems()
     with problems.collecting():
         check_machine(config, dry_run=False)
         check_cluster(config)
@@ -119,8 +129,11 @@ class Session:
 
 
 @contextmanager
-def session(config: TrainingConfig, console: "Console", data: dict[str, Any], **launched: Any) -> Iterator[Session]:
-    """Launch the roles on a connected Ray, resume by run.resume, and open the run's folder. Close all afterwards.
+def session(
+    config: TrainingConfig, console: "Console", data: dict[str, Any], **launched: Any
+) -> Iterator[Session]:
+    """Launch the roles on a connected Ray, resume by run.resume, and open the run's folder. Close all
+    afterwards.
 
     data: identity of the training data, see `controller.data.identity`. launched: arguments of `launch`.
     """
@@ -143,13 +156,19 @@ def session(config: TrainingConfig, console: "Console", data: dict[str, Any], **
         progress = replace(progress, trackers=ids)
         # A run that resumes under its own name keeps its records. Under a new name there are none.
         with RunWriter(
-            config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
+            config.run_folder,
+            to_yaml(config),
+            trackers,
+            timeline=config.tracking.timeline,
+            after=progress.step,
         ) as writer:
             yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
 
 
 def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
-    """Whether a resumed run has no steps left, and say so. setting: `key=value` that determines `last_step`."""
+    """Whether a resumed run has no steps left, and say so. setting: `key=value` that determines
+    `last_step`.
+    """
     steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
     if steps < last_step:
         return False
@@ -158,9 +177,14 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
 
 
 def run_training(
-    config: Settings, console: "Console", lines: Iterable[str], attempt: Callable[[Settings, RestartBudget], object]
+    config: Settings,
+    console: "Console",
+    lines: Iterable[str],
+    attempt: Callable[[Settings, RestartBudget], object],
 ) -> None:
-    """Start Ray, train, write `runs/NAME/`, push the model, and stop everything started. lines: printed first."""
+    """Start Ray, train, write `runs/NAME/`, push the model, and stop everything started. lines: printed
+    first.
+    """
     with run_log(config.run_folder, console):
         for line in (f"the run is written to {config.run_folder}", *lines):
             console.log(line)
@@ -172,7 +196,9 @@ def run_training(
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Raise the garbage collector's thresholds. With Python's it takes a quarter of a step of 65,536 samples."""
+    """Raise the garbage collector's thresholds. With Python's it takes a quarter of a step of
+    65,536 samples.
+    """
     usual = gc.get_threshold()
     gc.set_threshold(50_000, 20, 10)
     try:
@@ -194,9 +220,13 @@ def recovering(
             return attempt(config, budget)
         except LostError as error:
             if not config.run.checkpoint_every:
-                raise LostError(f"{clause(error)}; a run with run.checkpoint_every above 0 would continue.") from error
+                raise LostError(
+                    f"{clause(error)}; a run with run.checkpoint_every above 0 would continue."
+                ) from error
             if budget.left <= 0:
-                raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
+                raise LostError(
+                    f"{clause(error)}; all of run.max_restarts={budget.limit} are used up."
+                ) from error
             budget.recoveries += 1
             config = resuming(config)
             log(f"{clause(error)}; restarting all roles")
@@ -238,17 +268,23 @@ def report(config: TrainingConfig, console: "Console") -> None:
     except (BallastError, OSError) as error:
         console.log(f"no report was written: {error}")
     adapters = ", adapters" if (config.run_folder / "adapters").exists() else ""
-    console.log(f"{config.run_folder}: model{adapters}, report.html, metrics.jsonl, summary.json, run.log, tensorboard")
+    console.log(
+        f"{config.run_folder}: model{adapters}, report.html, metrics.jsonl, summary.json, run.log, "
+        "tensorboard"
+    )
 
 
 def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
-    """Upload model, adapters and critic to run.push_to_hub, created as private. Raises OutputError with advice."""
+    """Upload model, adapters and critic to run.push_to_hub, created as private. Raises OutputError with
+    advice.
+    """
     repository = config.run.push_to_hub
     if not repository:
         return
     from huggingface_hub import HfApi
 
-    api, folder = HfApi(), config.run_folder
+    api = HfApi()
+    folder = config.run_folder
     try:
         with log_if_slow(log, f"pushing {folder / 'model'} to {repository}"):
             address = api.create_repo(repository, private=True, exist_ok=True)
@@ -257,20 +293,24 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
             for name in BESIDE:
                 if (folder / name).is_dir():
                     api.upload_folder(
-                        repo_id=repository, folder_path=folder / name, path_in_repo=name, commit_message=message
+                        repo_id=repository,
+                        folder_path=folder / name,
+                        path_in_repo=name,
+                        commit_message=message,
                     )
     except Exception as error:  # errors of the hub and its client differ by version
         raise OutputError(
-            f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}. The model is in {folder}, and "
-            f"`hf upload {repository} {folder / 'model'} .` uploads it."
+            f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}. The model is in "
+            f"{folder}, and `hf upload {repository} {folder / 'model'} .` uploads it."
         ) from error
     log(f"pushed to {address}")
 
 
 @contextmanager
 def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
-    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run. A connected Ray,
-    such as a notebook's, is kept."""
+    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run. A
+    connected Ray, such as a notebook's, is kept.
+    """
     import ray
 
     if ray.is_initialized():
@@ -284,20 +324,26 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if address == "local":
         set_local_token()
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
-        options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
+        options |= {
+            "num_cpus": cores,
+            "include_dashboard": config.resources.dashboard,
+            "dashboard_host": "127.0.0.1",
+        }
         options["_temp_dir"] = str(ray_folder())
     console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
         with console.waiting("Ray"), started_apart() if address == "local" else nullcontext():
             context = ray.init(address=address, **options)
-    except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
+    except (
+        Exception
+    ) as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
             late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
             hint = "Is the machine overloaded?" if late else f"Ray's logs are below {ray_folder()}."
             raise ResourceError(f"a local Ray did not start: {clause(error)}. {hint}") from error
         raise ResourceError(
-            f"Ray at {address} could not be reached: {clause(error)}. Check resources.ray_address or RAY_ADDRESS, and "
-            "that both sides use the same token (RAY_AUTH_MODE)."
+            f"Ray at {address} could not be reached: {clause(error)}. Check resources.ray_address or "
+            "RAY_ADDRESS, and that both sides use the same token (RAY_AUTH_MODE)."
         ) from error
     if in_main_thread():
         signal.signal(signal.SIGTERM, interrupt)  # ray.init replaces this handler
@@ -341,7 +387,9 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
         with suppress(ChildProcessError):  # another thread has waited for it
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if not over.is_set():
-            print(f"error: Ray's raylet ended with {_raylet_end(end)}; {what_is_left(config)}.", file=sys.stderr)
+            print(
+                f"error: Ray's raylet ended with {_raylet_end(end)}; {what_is_left(config)}.", file=sys.stderr
+            )
 
     for pid in raylets:
         threading.Thread(target=watch, args=(pid,), daemon=True).start()

@@ -1,4 +1,5 @@
-"""Report on a chat template: what it does to an assistant's turn when another message follows, and how turns end.
+"""Report on a chat template: what it does to an assistant's turn when another message follows, and how turns
+end.
 
 template --another process--> TemplateFindings, with the model's tokens --> Examined
 --table_lines--> the dry run      --page--> `ballast template`      --warnings--> the start of a run
@@ -22,10 +23,11 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Examined:
-    """A template and its model. name: of the template. tokens: ids of special tokens. stops: ids at which engines stop.
+    """A template and its model. name: of the template. tokens: ids of special tokens. stops: ids at which
+    engines stop.
 
-    The last ones are empty for a file without a model. sampling: defaults of generation_config.json. adds_bos: whether
-    the tokenizer puts one before a text.
+    The last ones are empty for a file without a model. sampling: defaults of generation_config.json.
+    adds_bos: whether the tokenizer puts one before a text.
     """
 
     name: str
@@ -40,11 +42,14 @@ class Examined:
 
         tools: whether prompts have some. stops: of the run, beside the model's.
         """
-        known, wanted = {*self.stops, *stops}, {turn for turn in TITLES if tools or turn in ("plain", "reasoning")}
+        known, wanted = (
+            {*self.stops, *stops},
+            {turn for turn in TITLES if tools or turn in ("plain", "reasoning")},
+        )
         ends = (end for end, turns in self.findings.ends.items() if wanted & set(turns))
         return [
-            f"{self.name} ends a turn with {end!r}, and engines do not stop there. Add its id, {self.tokens[end]}, to "
-            "eos_token_id of generation_config.json."
+            f"{self.name} ends a turn with {end!r}, and engines do not stop there. Add its id, "
+            f"{self.tokens[end]}, to eos_token_id of generation_config.json."
             for end in ends
             if self.tokens.get(end) not in {None, *known}
         ]
@@ -62,18 +67,26 @@ def examine(
 ) -> Examined | None:
     """Examine a template as `render_isolated` does."""
     tokens = special_tokens(model.folder) if model else {}
-    found = render_isolated(template, prompts, options, list(tokens), name, answered=answered, timeout_s=timeout_s)
+    found = render_isolated(
+        template, prompts, options, list(tokens), name, answered=answered, timeout_s=timeout_s
+    )
     if found is None:
         return None
     findings = TemplateFindings.of_json(found)
     if model is None:
         return Examined(name, findings)
     own = tokens.get(template.special_tokens.get("eos_token", ""))
-    stops = [*([] if own is None else [own]), *(end for end in model.ends if isinstance(end, int) and end != own)]
-    file, bos = model.folder / "generation_config.json", tokens.get(template.special_tokens.get("bos_token", ""))
+    stops = [
+        *([] if own is None else [own]),
+        *(end for end in model.ends if isinstance(end, int) and end != own),
+    ]
+    file = model.folder / "generation_config.json"
+    bos = tokens.get(template.special_tokens.get("bos_token", ""))
     settings = read_json(file, "model.path") if file.is_file() else {}
     sampling = {key: settings[key] for key in SAMPLING if isinstance(settings.get(key), (int, float))}
-    return Examined(name, findings, tokens, stops, sampling, bos is not None and _first_id(model.folder) == bos)
+    return Examined(
+        name, findings, tokens, stops, sampling, bos is not None and _first_id(model.folder) == bos
+    )
 
 
 def _first_id(folder: Path) -> int | None:
@@ -92,7 +105,10 @@ def table_lines(findings: TemplateFindings) -> list[str]:
         of_role = {case.turn: case for case in findings.cases if case.role == role}
         found = [of_role.get(turn) for turn in TITLES]
         lines.append(
-            [ROLES[role], *(f"{case.outcome} {letters.get(case.change, '')}" if case else "" for case in found)]
+            [
+                ROLES[role],
+                *(f"{case.outcome} {letters.get(case.change, '')}" if case else "" for case in found),
+            ]
         )
     return ["".join(f"{cell:14}" for cell in line).rstrip() for line in lines]
 
@@ -120,7 +136,8 @@ def page(found: Examined) -> list[str]:
     facts = {
         "reads": ", ".join(findings.arguments) or "no arguments, no tools",
         "a turn begins with": repr(findings.begin),
-        "a turn ends with": ", ".join(_end(found, end, turns) for end, turns in findings.ends.items()) or "nothing",
+        "a turn ends with": ", ".join(_end(found, end, turns) for end, turns in findings.ends.items())
+        or "nothing",
         "bos_token": _bos(found),
     }
     if findings.system_matters:
@@ -128,13 +145,14 @@ def page(found: Examined) -> list[str]:
     if found.stops:
         facts["engines stop at"] = ", ".join(_token(found, stop) for stop in found.stops)
     if found.sampling:
-        facts["generation_config.json"] = ", ".join(f"{key} {value:g}" for key, value in found.sampling.items()) + (
-            " (the run's rollout.sampling decides)"
-        )
+        facts["generation_config.json"] = ", ".join(
+            f"{key} {value:g}" for key, value in found.sampling.items()
+        ) + (" (the run's rollout.sampling decides)")
     lines = [f"{name}: {value}" for name, value in facts.items()]
     changes = [f"{letter}: {change}" for change, letter in _letters(findings).items()]
     wrapped = [
-        textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False) for line in (*lines, *changes)
+        textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        for line in (*lines, *changes)
     ]
     return [
         found.name,
@@ -158,7 +176,9 @@ def _token(found: Examined, number: int) -> str:
 
 def _bos(found: Examined) -> str:
     written = (
-        ("not written by the template", "written once")[found.findings.bos] if found.findings.bos < 2 else "doubled"
+        ("not written by the template", "written once")[found.findings.bos]
+        if found.findings.bos < 2
+        else "doubled"
     )
     if found.findings.bos and found.adds_bos:
         return f"{written}. The tokenizer adds another, but not to messages that are rendered here"

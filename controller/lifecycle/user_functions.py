@@ -24,7 +24,13 @@ from controller.preflight.data_checks import RESERVED
 from workers.batch.dataproto import object_column, record_column
 from workers.engine.requests import COUNTS
 from workers.errors import ConfigError, DataError
-from workers.user_code.functions import TIMEOUT_SETTING, IsolatedFunction, UserFunction, check_loss, find_function
+from workers.user_code.functions import (
+    TIMEOUT_SETTING,
+    IsolatedFunction,
+    UserFunction,
+    check_loss,
+    find_function,
+)
 
 Records = dict[str, list[Record]]
 
@@ -42,7 +48,8 @@ def imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
 
 def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
     """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
-    key, name = "run.step", config.run.step
+    key = "run.step"
+    name = config.run.step
     found = given.get(name) or imported(config, log, key, name)
     if not found.signature.names or len(found.signature.required) > 1:
         raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
@@ -70,7 +77,8 @@ def try_functions(config: Config, train: Records, parts: Mapping[str, float], lo
     made = own | {name: np.full(4, value) for name, value in parts.items() if name not in own} | _made_up()
     functions = dict[str, SampleFunction]()
     for key, found in find_functions(config, log).items():
-        name, rows = value_of(config, key), 2 if key == "algorithm.group_filter" else 4
+        name = value_of(config, key)
+        rows = 2 if key == "algorithm.group_filter" else 4
         made = made | {"advantage": np.array([1.0, -1.0] * 2)} if key == "batch.replay.by" else made
         names = requested_names(key, name, found.function.signature, made)
         for path, records in train.items():
@@ -85,8 +93,17 @@ def try_functions(config: Config, train: Records, parts: Mapping[str, float], lo
 def _made_up() -> dict[str, np.ndarray]:
     """Return columns of two groups of two samples."""
     made = dict.fromkeys(OFFERED, np.arange(1, 5))
-    numbers = {"reward": [1.0, 0.0, 1.0, 0.0], "group": [0, 0, 1, 1], "sample": [0, 1, 0, 1], "truncated": [False] * 4}
-    return made | {name: np.array(each) for name, each in numbers.items()} | {"response": object_column([""] * 4)}
+    numbers = {
+        "reward": [1.0, 0.0, 1.0, 0.0],
+        "group": [0, 0, 1, 1],
+        "sample": [0, 1, 0, 1],
+        "truncated": [False] * 4,
+    }
+    return (
+        made
+        | {name: np.array(each) for name, each in numbers.items()}
+        | {"response": object_column([""] * 4)}
+    )
 
 
 def check_columns(path: str, records: Sequence[Record], takers: Mapping[str, str]) -> None:
@@ -97,10 +114,13 @@ def check_columns(path: str, records: Sequence[Record], takers: Mapping[str, str
 
 
 def try_curriculum(config: Config, train: Records, log: Log) -> Curriculum | None:
-    key, name = "data.curriculum", config.data.curriculum
+    key = "data.curriculum"
+    name = config.data.curriculum
     if not name:
         return None
-    curriculum = partial(isolated_order, imported(config, log, key, name), config.resources.user_code_timeout_s)
+    curriculum = partial(
+        isolated_order, imported(config, log, key, name), config.resources.user_code_timeout_s
+    )
     with waiting(log, f"{key}, tried on the first epoch", config):
         for rows in train.values():
             curriculum(rows, 0)
@@ -109,7 +129,8 @@ def try_curriculum(config: Config, train: Records, log: Log) -> Curriculum | Non
 
 def try_sampler(config: Config, train: Records, log: Log) -> Callable[[PromptDataset], SampledPrompts] | None:
     """Return the prompts of data.sampler for a data set. Tries it on two steps with made-up rewards."""
-    key, name = "data.sampler", config.data.sampler
+    key = "data.sampler"
+    name = config.data.sampler
     if not name:
         return None
     (rows,), count, seed = train.values(), config.batch.prompts_per_step, config.run.seed
@@ -125,7 +146,8 @@ def try_sampler(config: Config, train: Records, log: Log) -> Callable[[PromptDat
 
 def try_loss(config: Config, records: Sequence[Record], log: Log) -> None:
     """Compute the gradient of a custom loss on made-up predictions. Raises ConfigError."""
-    key, name = "algorithm.loss.function", config.algorithm.loss.function
+    key = "algorithm.loss.function"
+    name = config.algorithm.loss.function
     with waiting(log, f"the import of {name}, {key}", config):
         check_loss(key, name, *loss_trial(config, records), timeout_s=config.resources.user_code_timeout_s)
 
@@ -134,7 +156,10 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
     """Return the settings of a policy loss and columns like a step's, for `check_loss`."""
     first = [records[0], records[-1]]
     columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
-    columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
+    columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {
+        "uid": np.array(["0", "1"]),
+        "sample": np.array([0, 0]),
+    }
     columns |= dict.fromkeys(("reward", "advantages", "seconds"), np.array([1.0, -1.0]))
     columns |= {
         **dict.fromkeys(("group_number", "sample_number"), np.array([0, 1])),

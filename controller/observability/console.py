@@ -146,13 +146,16 @@ class StepTable:
     def lines(self, found: Sequence[Cell], width: int) -> list[str]:
         """Return a step's row, with a header if the columns have changed."""
         for cell in found:
-            self.widths[cell.label] = max(self.widths.get(cell.label, NARROWEST), len(cell.label), len(cell.value))
+            self.widths[cell.label] = max(
+                self.widths.get(cell.label, NARROWEST), len(cell.label), len(cell.value)
+            )
         shown = fitted(found, width, lambda cell: self.widths[cell.label])
         header, row = (
             GAP.join(f"{text:>{self.widths[cell.label]}}" for cell, text in zip(shown, texts, strict=True))
             for texts in ([cell.label for cell in shown], [cell.value for cell in shown])
         )
-        before, self._header = self._header, header
+        before = self._header
+        self._header = header
         return [row] if header == before else [header, row]
 
 
@@ -166,8 +169,8 @@ class SamplingRound:
 class LiveLine:
     """Contents of the live line.
 
-    phases: (name, start), the innermost last. rewards: of the last steps. note: awaited work. began, ends: start and
-    estimated end of the run.
+    phases: (name, start), the innermost last. rewards: of the last steps. note: awaited work. began, ends:
+    start and estimated end of the run.
     """
 
     step: str = ""
@@ -182,7 +185,12 @@ class LiveLine:
         """Draw the line at time `now`."""
         name, began = self.phases[-1] if self.phases else ("", now)
         left = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
-        parts = [(self.step, "bold"), (clock(now - self.began) + left, ""), (name, ""), (f"{now - began:.1f} s", "")]
+        parts = [
+            (self.step, "bold"),
+            (clock(now - self.began) + left, ""),
+            (name, ""),
+            (f"{now - began:.1f} s", ""),
+        ]
         for found in self.rounds[-1:]:
             full = round(BAR * found.done / max(found.total, 1))
             parts += [("━" * full + "─" * (BAR - full), "cyan"), (f"{found.done:,}/{found.total:,}", "")]
@@ -205,8 +213,10 @@ class Console:
         """console: where to print instead. verbose: show imbalances and mismatch at every step."""
         # Not sys.stdout at each call: `run_log` replaces it, and would keep the live line too.
         self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
-        self._verbose, self._table = verbose, StepTable()
-        self._status, self._lock = LiveLine(), RLock()
+        self._verbose = verbose
+        self._table = StepTable()
+        self._status = LiveLine()
+        self._lock = RLock()
         self._first: tuple[int, float] | None = None  # the first step of this process, and its start
         self._live: Live | None = None
         self._heartbeat = ExitStack()
@@ -238,7 +248,9 @@ class Console:
 
     def _keep(self, what: str | Table | Tree, *, soft_wrap: bool = True) -> None:
         if self.kept is not None:
-            plain_console(self.kept, width=KEPT_WIDTH, color_system=None).print(what, soft_wrap=soft_wrap, markup=False)
+            plain_console(self.kept, width=KEPT_WIDTH, color_system=None).print(
+                what, soft_wrap=soft_wrap, markup=False
+            )
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -263,7 +275,8 @@ class Console:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Show the reason for waiting: live on a terminal, else in lines if the block is slow."""
-        text, alive = f"waiting for {what}", self._console.is_interactive
+        text = f"waiting for {what}"
+        alive = self._console.is_interactive
         log = self._keep if alive else self.log
         with self.phase(text) if alive else nullcontext(), log_if_slow(log, text):
             yield
@@ -318,7 +331,8 @@ class Console:
         """Print a step's row with its main metrics, on a terminal in a table. The log keeps all."""
         if math.isfinite(metrics.get("reward/mean", math.nan)):
             self._status.rewards.append(metrics["reward/mean"])
-        now, status = time.monotonic(), self._status
+        now = time.monotonic()
+        status = self._status
         if self._first:
             first, began = self._first
             left = (now - began) / max(step - first + 1, 1) * (steps - step)
@@ -337,7 +351,10 @@ class Console:
         self._keep(labelled(times + cells(metrics, lambda label: True)))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
-        self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
+        self.log(
+            f"validation at step {step}  "
+            + "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
+        )
 
     def completions(self, rows: Sequence[Row]) -> None:
         """Print samples, see `RunRecord.examples`: agents' sessions as trees, others as a table."""
@@ -351,7 +368,10 @@ class Console:
                 continue
             numbers = summary(row)
             table.add_row(
-                row["prompt"], str(row["sample"]), row["response"], *(numbers.get(name, "-") for name in names)
+                row["prompt"],
+                str(row["sample"]),
+                row["response"],
+                *(numbers.get(name, "-") for name in names),
             )
         if table.rows:
             self._print(table, soft_wrap=False)
@@ -364,5 +384,6 @@ def plain_console(file: TextIO, **options: Any) -> rich.console.Console:
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:
     """Draw one character per value, scaled from lowest to highest."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
     return "".join(BLOCKS[round((value - low) / (high - low or 1.0) * (len(BLOCKS) - 1))] for value in values)

@@ -1,4 +1,5 @@
-"""Count drops, retries and failures by kind and cause: each cause has a line, with the place of the first one.
+"""Count drops, retries and failures by kind and cause: each cause has a line, with the place of the first
+one.
 
 add(kind, ["prompt 3, sample 1: ...", ...]) --once a step--> take() --> "KIND: COUNT, the first: PLACE: CAUSE"
 """
@@ -38,14 +39,17 @@ class FailureCounts:
         """Count failures, each a text of its place and cause."""
         by_cause = self._by_kind.setdefault(kind, {})
         for text in failures:
-            cause, of_kind = cause_of(text), kind
+            cause = cause_of(text)
+            of_kind = kind
             if cause not in by_cause and len(by_cause) >= MOST_CAUSES:
-                cause, of_kind = FURTHER, f"{kind}, {FURTHER}"
+                cause = FURTHER
+                of_kind = f"{kind}, {FURTHER}"
             before = by_cause.get(cause, Failures(of_kind, 0, text.rstrip(".")))
             by_cause[cause] = replace(before, count=before.count + 1)
 
     def take(self) -> list[Failures]:
-        by_kind, self._by_kind = self._by_kind, {}
+        by_kind = self._by_kind
+        self._by_kind = {}
         return [failures for by_cause in by_kind.values() for failures in by_cause.values()]
 
 

@@ -20,7 +20,8 @@ GROWN, LEAST_MISMATCH = 10.0, 0.01  # multiple of the first mismatch, and nats a
 class Symptom:
     """A sign in a metric that steps teach little.
 
-    seen: (value, first nonzero value) -> whether it shows. told: description with {value} and {first}, and advice.
+    seen: (value, first nonzero value) -> whether it shows. told: description with {value} and {first}, and
+    advice.
     sampling: applies only to runs that sample from the policy, because entropy falls when fine-tuning learns.
     steps: in a row, after which it is reported.
     """
@@ -36,15 +37,16 @@ SYMPTOMS = (
     Symptom(
         "rollout/groups_without_signal",
         lambda share, _: share >= NEARLY_ALL,
-        "all rewards were equal in {value:.0%} of the groups, so GRPO and similar algorithms learn nothing from them. "
-        "Look at the rewards in samples.jsonl. Take easier or harder prompts, a reward with more levels, a larger "
-        "rollout.samples_per_prompt, or algorithm.zero_variance_groups=replace",
+        "all rewards were equal in {value:.0%} of the groups, so GRPO and similar algorithms learn nothing "
+        "from them. Look at the rewards in samples.jsonl. Take easier or harder prompts, a reward with "
+        "more levels, a larger rollout.samples_per_prompt, or algorithm.zero_variance_groups=replace",
     ),
     Symptom(
         "policy/entropy",
         lambda entropy, first: entropy < COLLAPSED * first,
-        "the policy's entropy fell from {first:.3g} to {value:.3g} nats, so its samples hardly differ. Lower "
-        "policy.optimizer.learning_rate, raise algorithm.loss.clip_high or algorithm.loss.entropy_coefficient",
+        "the policy's entropy fell from {first:.3g} to {value:.3g} nats, so its samples hardly differ. "
+        "Lower policy.optimizer.learning_rate, raise algorithm.loss.clip_high or "
+        "algorithm.loss.entropy_coefficient",
         sampling=True,
     ),
     Symptom(
@@ -57,13 +59,15 @@ SYMPTOMS = (
     Symptom(
         "policy/grad_norm",
         lambda norm, _: not math.isfinite(norm),
-        "the norm of the gradient is not finite. Lower policy.optimizer.learning_rate, or look for huge rewards",
+        "the norm of the gradient is not finite. Lower policy.optimizer.learning_rate, or look for huge "
+        "rewards",
     ),
     Symptom(
         "policy/rollout_mismatch_mean",
         lambda mismatch, first: mismatch > max(GROWN * first, LEAST_MISMATCH),
-        "log-probs of engines and trainer now differ by {value:.2g} nats a token ({first:.2g} at first). Lower "
-        "policy.optimizer.learning_rate or rollout.max_staleness, or set algorithm.loss.rollout_correction",
+        "log-probs of engines and trainer now differ by {value:.2g} nats a token ({first:.2g} at first). "
+        "Lower policy.optimizer.learning_rate or rollout.max_staleness, or set "
+        "algorithm.loss.rollout_correction",
     ),
 )
 

@@ -69,7 +69,10 @@ class LiveMetrics:
 
     def samples(self, batch: RemoteBatch) -> None:
         """Export a step's samples: columns `response_tokens`, `seconds`, `reward` [B]."""
-        for name, column in (("sample/response_tokens", "response_tokens"), ("sample/generation_s", "seconds")):
+        for name, column in (
+            ("sample/response_tokens", "response_tokens"),
+            ("sample/generation_s", "seconds"),
+        ):
             for value in batch[column].tolist():
                 self._export(name, value)
         for quantile, value in zip(QUANTILES, np.quantile(batch["reward"], QUANTILES).tolist(), strict=True):

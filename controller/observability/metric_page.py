@@ -1,4 +1,6 @@
-"""Print docs/metrics.md from metrics.yaml: `python -m controller.observability.metric_page > docs/metrics.md`."""
+"""Print docs/metrics.md from metrics.yaml: `python -m controller.observability.metric_page >
+docs/metrics.md`.
+"""
 
 from controller.observability.metric_table import LIVE, SECTIONS, MetricSpec
 
@@ -21,12 +23,15 @@ HEADS = {
     "metrics": ("name, and in Prometheus", "unit", "meaning", "joined", "recorded when"),
     "live": ("in Prometheus", "labels", "unit", "meaning", "exported"),
 }
-"""Columns of the two kinds of tables, by their class of docs/stylesheets/extra.css: on a narrow screen each row is a
-paragraph."""
+"""Columns of the two kinds of tables, by their class of docs/stylesheets/extra.css: on a narrow screen each
+row is a paragraph.
+"""
 
 
 def page() -> str:
-    return INTRODUCTION + "".join(f"\n## {title}\n{_table(title, specs)}" for title, specs in SECTIONS.items())
+    return INTRODUCTION + "".join(
+        f"\n## {title}\n{_table(title, specs)}" for title, specs in SECTIONS.items()
+    )
 
 
 def _table(title: str, specs: list[MetricSpec]) -> str:

@@ -15,13 +15,33 @@ import yaml
 TABLE = Path(__file__).with_name("metrics.yaml")
 LIVE = "In Prometheus alone"
 """Section of `live_metrics`, whose values change within a step or are finer than a step."""
-SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0]
+SECONDS = [
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    25.0,
+    50.0,
+    100.0,
+    250.0,
+    500.0,
+    1000.0,
+]
 BUCKETS = {"s": SECONDS, "tokens": [float(2**power) for power in range(3, 18)]}
 """Upper ends of a histogram's buckets by unit. Ray takes none at or below 0."""
 
 
 class Kind(StrEnum):
-    """GAUGE: last value. COUNTER: sum over steps. TOTAL: counter of the run so far. HISTOGRAM: counts by size."""
+    """GAUGE: last value. COUNTER: sum over steps. TOTAL: counter of the run so far. HISTOGRAM: counts by
+    size.
+    """
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -46,7 +66,8 @@ class MetricSpec:
 
     @cached_property
     def exported_name(self) -> str:
-        """Name in Ray: `ballast_policy_loss`, with units written out: https://prometheus.io/docs/practices/naming.
+        """Name in Ray: `ballast_policy_loss`, with units written out:
+        https://prometheus.io/docs/practices/naming.
 
         Labels leave the name: `time/{phase}_s` is `ballast_time_seconds` with the label `phase`.
         """
@@ -70,7 +91,9 @@ class MetricSpec:
     def pattern(self) -> re.Pattern[str]:
         """Regular expression for the family's names, with the labels as groups."""
         parts = re.split(r"\{(\w+)\}", self.name)
-        return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+        return re.compile(
+            "".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+        )
 
 
 def _spec(name: str, row: dict[str, str]) -> MetricSpec:

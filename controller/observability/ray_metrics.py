@@ -26,14 +26,18 @@ class RayMetrics:
         self._run = run
         self._exported: dict[str, Gauge | Counter | Histogram] = {}
         self._values: dict[str, tuple[Gauge, dict[str, str], float]] = {}
-        self._lock, self._ended = Lock(), Event()
+        self._lock = Lock()
+        self._ended = Event()
         self._thread = Thread(target=self._repeat, name="metrics", daemon=True)
 
     def export(self, name: str, value: float) -> None:
-        """Set, add or count a value, in microseconds. Ignores values that are not finite or not in metrics.yaml."""
+        """Set, add or count a value, in microseconds. Ignores values that are not finite or not in
+        metrics.yaml.
+        """
         if not math.isfinite(value) or (found := spec_of(name)) is None:
             return
-        spec, labels = found[0], {"run": self._run} | found[1]
+        spec = found[0]
+        labels = {"run": self._run} | found[1]
         with self._lock:
             metric = self._metric(spec, tuple(labels))
             if isinstance(metric, Gauge):

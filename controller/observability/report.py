@@ -2,8 +2,8 @@
 
     RunFolder --> charts (matplotlib, as SVG), cards, tables --> Jinja template --> report.html
 
-The template escapes all texts of models and data, and inserts only our own charts unescaped. The content security
-policy forbids scripts and requests: images are within the page. Secrets are masked.
+The template escapes all texts of models and data, and inserts only our own charts unescaped. The content
+security policy forbids scripts and requests: images are within the page. Secrets are masked.
 """
 
 import base64
@@ -85,13 +85,19 @@ WHEN = ("_before", "_karmarkar_karp", "")
 NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
 IMAGE = re.compile(r"images/[0-9a-f]{16}\.png")
 NUMBER, CODE = "n", "t"  # classes of the page's style sheet: right-aligned, and in the letters of code
-EXPECTED = ("answer", "solution", "ground_truth", "label")  # columns that hold it in common data sets, by preference
+EXPECTED = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "label",
+)  # columns that hold it in common data sets, by preference
 RESPONSE = {"prompt": CODE, "response": CODE}
 SAMPLE = dict.fromkeys(("step", "sample", "tokens", "seconds", "reward"), NUMBER) | RESPONSE
 BALANCE_NOTE = (
-    "All ranks wait for the heaviest micro-batch of a micro-step. Imbalance: how much longer the micro-steps of an "
-    "update take than if no rank waited, by the cost model: in the given order, after Karmarkar-Karp alone (largest "
-    "differencing over ranks and micro-batches, without caps), and as planned, which is refined from there."
+    "All ranks wait for the heaviest micro-batch of a micro-step. Imbalance: how much longer the "
+    "micro-steps of an update take than if no rank waited, by the cost model: in the given order, after "
+    "Karmarkar-Karp alone (largest differencing over ranks and micro-batches, without caps), and as "
+    "planned, which is refined from there."
 )
 Draw = Callable[[Axes], None]
 Panel = tuple[str, Draw]
@@ -110,7 +116,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: style-sheet class by name. rows: a text by column, and `images`, URLs that stand below the prompt."""
+    """columns: style-sheet class by name. rows: a text by column, and `images`, URLs that stand below the
+    prompt.
+    """
 
     title: str
     note: str
@@ -124,7 +132,8 @@ def write_report(folder: Path) -> Path:
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
     check_run_folder(folder)
-    run, config = RunFolder(folder), load_recorded(folder / "config.yaml")
+    run = RunFolder(folder)
+    config = load_recorded(folder / "config.yaml")
     loader = PackageLoader("controller.observability", ".")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     page = environment.get_template(FILE).render(
@@ -149,8 +158,9 @@ def failure_lines(run: RunFolder) -> list[str]:
         by_cause.setdefault((str(row["kind"]), cause_of(str(row["first"]))), []).append(row)
     return [
         redacted(
-            f"{kind}: {sum(row['count'] for row in rows)} in {counted(len({row['step'] for row in rows}), 'step')}, "
-            f"the first at step {rows[0]['step']}: {shortened(str(rows[0]['first']), TEXT)}"
+            f"{kind}: {sum(row['count'] for row in rows)} in "
+            f"{counted(len({row['step'] for row in rows}), 'step')}, the first at step {rows[0]['step']}: "
+            f"{shortened(str(rows[0]['first']), TEXT)}"
         )
         for (kind, _), rows in by_cause.items()
     ]
@@ -159,14 +169,20 @@ def failure_lines(run: RunFolder) -> list[str]:
 def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]:
     """Return (label, value, note) of the run's main numbers."""
     cards = [("steps", f"{run.metrics[-1]['step']:,}", f"{len(run.lengths)} with an update")]
-    for label, name in (("reward", "reward/mean"), ("validation reward", "validation/reward"), ("loss", "policy/loss")):
+    for label, name in (
+        ("reward", "reward/mean"),
+        ("validation reward", "validation/reward"),
+        ("loss", "policy/loss"),
+    ):
         if values := run.curve(name).values:
             change = f"{values[-1] - values[0]:+.3f} since the first" if len(values) > 1 else ""
             cards.append((label, f"{values[-1]:.3f}", change))
     speeds = ("seconds a step", "time/step_s", ".2f"), ("tokens/s", "throughput/tokens_per_s", ",.0f")
     for label, name, form in speeds:
         if values := run.curve(name).values:
-            cards.append((label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else ""))
+            cards.append(
+                (label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else "")
+            )
     before, alone, planned = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN)
     if planned and config.planned_ranks > 1:
         note = f"{fmean(before):.1%} as given" + (f", {fmean(alone):.2%} Karmarkar-Karp" if alone else "")
@@ -233,7 +249,9 @@ def _svg(title: str, draw: Draw) -> str:
 
 def learning(run: RunFolder) -> list[Panel]:
     """Plot the reward with its parts, or the loss, per step, then validation, if any."""
-    held_out = {name: name.removeprefix("validation/") for name in run.names if name.startswith("validation/")}
+    held_out = {
+        name: name.removeprefix("validation/") for name in run.names if name.startswith("validation/")
+    }
     panels = [_curves(run, "Validation", held_out)] if held_out else []
     if "reward/mean" not in run.names:
         return [_curves(run, "Loss in training", {"policy/loss": ""}), *panels]
@@ -269,12 +287,17 @@ def _curves(
     dashed: int = 0,
     from_zero: bool = False,
 ) -> Panel:
-    """Return a panel with one line per metric, up to a readable number. lines: label by metric. dashed: first lines."""
+    """Return a panel with one line per metric, up to a readable number. lines: label by metric. dashed: first
+    lines.
+    """
 
     def draw(axes: Axes) -> None:
         for number, ((metric, label), colour) in enumerate(zip(lines.items(), colours, strict=False)):
             curve = run.curve(metric)
-            style: dict[str, Any] = {"linestyle": "--" if number < dashed else "-", "marker": _marker(len(curve.steps))}
+            style: dict[str, Any] = {
+                "linestyle": "--" if number < dashed else "-",
+                "marker": _marker(len(curve.steps)),
+            }
             style |= {} if len(curve.steps) <= MOST_BARS else {"linewidth": 1.0}
             axes.plot(curve.steps, curve.values, color=colour, label=label, **style)
         if (found := spec_of(metric)) and found[0].unit == "share":
@@ -288,13 +311,17 @@ def _curves(
 
 def _lengths(run: RunFolder) -> list[Panel]:
     """Plot lengths over the steps, and their distribution in the first and last."""
-    first, last = min(run.lengths), max(run.lengths)
+    first = min(run.lengths)
+    last = max(run.lengths)
 
     def over_steps(axes: Axes) -> None:
         steps = np.array(sorted(run.lengths), float)
-        quartiles = np.array([np.percentile(run.lengths[int(step)], [0, 25, 50, 75, 100]) for step in steps]).T
+        quartiles = np.array(
+            [np.percentile(run.lengths[int(step)], [0, 25, 50, 75, 100]) for step in steps]
+        ).T
         if len(steps) == 1:  # a band needs a width
-            steps, quartiles = np.array([first - 0.4, first + 0.4]), np.repeat(quartiles, 2, axis=1)
+            steps = np.array([first - 0.4, first + 0.4])
+            quartiles = np.repeat(quartiles, 2, axis=1)
         low, quarter, median, three, high = quartiles
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="shortest to longest")
         axes.fill_between(steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half")
@@ -304,10 +331,14 @@ def _lengths(run: RunFolder) -> list[Panel]:
         _steps_below(axes)
 
     def histogram(axes: Axes) -> None:
-        edges = np.histogram_bin_edges(np.concatenate([run.lengths[first], run.lengths[last]]), bins=24).tolist()
+        edges = np.histogram_bin_edges(
+            np.concatenate([run.lengths[first], run.lengths[last]]), bins=24
+        ).tolist()
         axes.hist(run.lengths[first], bins=edges, color=GREY, label=f"step {first}", alpha=0.45)
         if last != first:
-            axes.hist(run.lengths[last], edges, color=BLUE, label=f"step {last}", histtype="step", linewidth=1.8)
+            axes.hist(
+                run.lengths[last], edges, color=BLUE, label=f"step {last}", histtype="step", linewidth=1.8
+            )
         axes.set_xlabel("tokens of a sequence")
         axes.set_ylabel("sequences")
 
@@ -319,8 +350,10 @@ def _stacked_phases(axes: Axes, run: RunFolder) -> None:
     whole = run.curve("time/step_s")
     curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
     by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
-    names, seconds = list(curves), [[found.get(step, 0.0) for step in whole.steps] for found in by_step.values()]
-    labels, colours = [name.replace("_", "-") for name in names], [PHASES[name] for name in names]
+    names = list(curves)
+    seconds = [[found.get(step, 0.0) for step in whole.steps] for found in by_step.values()]
+    labels = [name.replace("_", "-") for name in names]
+    colours = [PHASES[name] for name in names]
     if len(whole.steps) > MOST_BARS:
         axes.stackplot(whole.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)
     else:
@@ -357,14 +390,20 @@ def _tables(run: RunFolder) -> list[Table]:
 
 
 def _by_reward(run: RunFolder) -> Table:
-    """Show the worst and best responses of the last validation, or without one of the last step's recorded samples."""
+    """Show the worst and best responses of the last validation, or without one of the last step's recorded
+    samples.
+    """
     step = max(run.validated_steps, default=0)
-    responses, title, of = run.validation(step), "Held-out responses", f"Validation at step {step}"
+    responses = run.validation(step)
+    title = "Held-out responses"
+    of = f"Validation at step {step}"
     if not responses:
         step = max((row["step"] for row in run.samples), default=0)
         responses = [row for row in run.samples if row["step"] == step and "reward" in row]
-        title, of = "Samples by reward", f"Recorded samples of step {step}"
-    ordered, half = sorted(responses, key=_reward), SHOWN_SAMPLES // 2
+        title = "Samples by reward"
+        of = f"Recorded samples of step {step}"
+    ordered = sorted(responses, key=_reward)
+    half = SHOWN_SAMPLES // 2
     ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
     note = f"{of}: {len(ends)} of {counted(len(responses), 'response')}, the lowest and the highest rewards."
     expected = {"expected": CODE} if any(map(expected_answer, ends)) else {}
@@ -405,7 +444,13 @@ def _rows(samples: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
         }
         | {name: redacted(shortened(str(row.get(name, "")), TEXT)) for name in RESPONSE}
         | {"expected": redacted(shortened(expected_answer(row), TEXT))}
-        | {"images": [*map(as_url, filter(Path.is_file, map(folder.joinpath, IMAGE.findall(str(row.get("images"))))))]}
+        | {
+            "images": [
+                *map(
+                    as_url, filter(Path.is_file, map(folder.joinpath, IMAGE.findall(str(row.get("images")))))
+                )
+            ]
+        }
         for row in samples
     ]
 

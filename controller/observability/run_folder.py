@@ -1,6 +1,7 @@
 """Write and read a run's files, by RunWriter and RunFolder.
 
-runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
+runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl
+validation/step-N.jsonl
              failures.jsonl  images/DIGEST.png  samples/step-N.npz (see `controller.rollout.sample_files`)
 """
 
@@ -36,7 +37,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} could not be written: {error.strerror or error}. Make room, or set run.dir to another disk."
+            f"{path} could not be written: {error.strerror or error}. Make room, or set run.dir to another "
+            "disk."
         ) from error
 
 
@@ -48,7 +50,9 @@ class JsonLines:
         self.path = path
         with writing(path):
             found = json_records(path, has_step) if after and path.exists() else ()
-            path.write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line, row in found if row["step"] <= after))
+            path.write_bytes(
+                b"".join(line.rstrip(b"\n") + b"\n" for line, row in found if row["step"] <= after)
+            )
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any], **options: Any) -> None:
@@ -78,7 +82,9 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def thumbnails(folder: Path, images: Iterable[PlacedImage]) -> str:
-    """Write small copies of images for the report, each content once, and return their names in the run's folder."""
+    """Write small copies of images for the report, each content once, and return their names in the run's
+    folder.
+    """
     names = []
     for each in images:
         names.append(f"images/{each.image.digest:016x}.png")
@@ -132,7 +138,9 @@ class RunWriter:
         self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step, of which 0 is the validation before training. NaN and infinity become null."""
+        """Record the metrics of a step, of which 0 is the validation before training. NaN and infinity become
+        null.
+        """
         self._metrics.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
         for tracker in self._trackers:
             tracker.log(step, metrics)
@@ -140,8 +148,8 @@ class RunWriter:
     def lengths(self, step: int, plan: Mapping[str, Any] | None = None, **columns: "np.ndarray") -> None:
         """Record the lengths of a step's training sequences, for `python -m balancing runs/NAME`.
 
-        plan: `plan_record` of the step's plan, of the first epoch. columns: int64 [B] each: `lengths`, and the other
-        inputs of `plan_batch` by name.
+        plan: `plan_record` of the step's plan, of the first epoch. columns: int64 [B] each: `lengths`, and
+        the other inputs of `plan_batch` by name.
         """
         self._lengths.write(
             {"step": step} | {name: column.tolist() for name, column in columns.items()} | dict(plan or {})
@@ -160,7 +168,9 @@ class RunWriter:
             tracker.table(name, step, rows)
 
     def failures(self, step: int, kind: str, count: int, first: str) -> None:
-        """Record a step's drops, retries or failures of a kind and cause. first: the first one's place and cause."""
+        """Record a step's drops, retries or failures of a kind and cause. first: the first one's place and
+        cause.
+        """
         self._failures.write({"step": step, "kind": kind, "count": count, "first": first}, ensure_ascii=False)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
@@ -178,7 +188,9 @@ class RunWriter:
             rows.append(record | {"answer": response.answer})
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            path.write_text(
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+            )
         self._show("validation_samples", step, rows[:SHOWN_RESPONSES])
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -206,7 +218,9 @@ class Curve:
 
 
 def check_run_folder(folder: Path, option: str = "") -> None:
-    """Raise ConfigError unless `folder` holds a run. option: that names it, empty for a word of the command line."""
+    """Raise ConfigError unless `folder` holds a run. option: that names it, empty for a word of the command
+    line.
+    """
     if not (folder / "config.yaml").is_file():
         problem = "holds no run, it has no config.yaml" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"{option}{' ' * bool(option)}{folder}: {problem}. Give a folder like runs/NAME.")
@@ -223,7 +237,9 @@ class RunFolder:
         """Return a row per step. Raises DataError without any."""
         rows = self._rows("metrics.jsonl", has_step, lambda row: _check_numbers(row, *row))
         if not rows:
-            raise DataError(f"{self.path / 'metrics.jsonl'} holds no step. Name the folder of a run that has made one.")
+            raise DataError(
+                f"{self.path / 'metrics.jsonl'} holds no step. Name the folder of a run that has made one."
+            )
         return rows
 
     @cached_property
@@ -258,7 +274,9 @@ class RunFolder:
     @property
     def validated_steps(self) -> list[int]:
         """Steps with a validation, in order."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.path.glob("validation/step-*.jsonl"))
+        return sorted(
+            int(path.stem.removeprefix("step-")) for path in self.path.glob("validation/step-*.jsonl")
+        )
 
     def validation(self, step: int) -> list[Row]:
         """Every held-out response of a validation."""

@@ -38,7 +38,9 @@ class RunLog(io.TextIOBase):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock, self._parts = path, threading.Lock(), threading.local()
+        self._path = path
+        self._lock = threading.Lock()
+        self._parts = threading.local()
         self._file: TextIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,8 @@ class _Routed:
     """A standard stream that also writes to the log. Lines of Ray's threads go only there."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self._stream, self._log = stream, log
+        self._stream = stream
+        self._log = log
 
     def write(self, text: str) -> int:
         self._log.write(text)
@@ -115,7 +118,9 @@ def run_log(folder: Path, console: "Console") -> Iterator[None]:
 @contextmanager
 def rays_logging_in(log: TextIO) -> Iterator[None]:
     """Send Ray's Python logging to `log` during the block."""
-    handlers = [handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)]
+    handlers = [
+        handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)
+    ]
     before = [handler.setStream(log) for handler in handlers]
     try:
         yield

@@ -51,13 +51,17 @@ class Samples(Protocol):
 class RunRecord:
     """Reports to several places. `console`, `writer` and `timeline` are single ones.
 
-    samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by finished phase of
-    the step. rollout, trained: the step's samples, and the trained ones, without tokens. shows_all: whether
-    `all_samples` will be called.
+    samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by
+    finished phase of the step. rollout, trained: the step's samples, and the trained ones, without tokens.
+    shows_all: whether `all_samples` will be called.
     """
 
-    def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True) -> None:
-        self.console, self.live, self.writer = console, live, writer
+    def __init__(
+        self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True
+    ) -> None:
+        self.console = console
+        self.live = live
+        self.writer = writer
         self.timeline = TimelineRecorder()
         self._health = Health(samples=samples)
         self._step, self._planned, self._unwritten = 0, False, False
@@ -72,8 +76,12 @@ class RunRecord:
     @contextmanager
     def step(self, step: int, steps: int) -> Iterator[None]:
         """Record the block as step `step` of `steps`."""
-        self.metrics, self.seconds, self.rollout = {}, {}, None
-        self._step, self._planned, self._unwritten = step, False, False
+        self.metrics = {}
+        self.seconds = {}
+        self.rollout = None
+        self._step = step
+        self._planned = False
+        self._unwritten = False
         self._in_step = True
         self.console.begin_step(step, steps)
         try:
@@ -119,9 +127,13 @@ class RunRecord:
         self.metrics |= metrics
 
     def samples(self, rollout: Samples, trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
-        """Record a step's samples, some in samples.jsonl once their advantages are known. asked: texts of a prompt."""
+        """Record a step's samples, some in samples.jsonl once their advantages are known. asked: texts of a
+        prompt.
+        """
         self.live.samples(rollout.batch)
-        self.rollout, self._asked, self._unwritten = rollout.without_tokens(), asked, True
+        self.rollout = rollout.without_tokens()
+        self._asked = asked
+        self._unwritten = True
         self.trained = trained.light
 
     def trains_on(self, batch: RemoteBatch) -> None:

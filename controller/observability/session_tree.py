@@ -49,7 +49,8 @@ def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[Row]:
 
 def summary(row: Row) -> dict[str, str]:
     """Return a sample's main numbers as text by name, without those that the row does not have."""
-    nodes, turns = row.get("session") or [], row.get("turns") or [{"policy": ""}]
+    nodes = row.get("session") or []
+    turns = row.get("turns") or [{"policy": ""}]
     parents = {node["parent"] for node in nodes}
     numbers = {
         "turns": len(nodes) or sum(("policy" in turn) - ("inserted" in turn) for turn in turns),
@@ -77,10 +78,12 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
         return [Entry(who, clean(text, longest)) for who, text in said]
     ordered = sorted(nodes, key=lambda node: (node["kept"], -node["number"]))
     goes_on = {node["parent"]: node["number"] for node in ordered}  # the first kept turn, or the first
-    main, branches = list[Entry](), list[Entry]()
+    main = list[Entry]()
+    branches = list[Entry]()
     paths: dict[int | None, list[Entry]] = {None: main}  # of the path that a turn is in
     for node in nodes:
-        number, parent = node["number"], node["parent"]
+        number = node["number"]
+        parent = node["parent"]
         if goes_on[parent] == number:
             paths[number] = paths[parent]
         else:
@@ -102,7 +105,9 @@ def is_whole(row: Row) -> bool:
 
 
 def _facts(node: Row, row: Row) -> str:
-    advantage, by_turn, turn = row.get("advantage"), row.get("advantages"), node.get("turn")
+    advantage = row.get("advantage")
+    by_turn = row.get("advantages")
+    turn = node.get("turn")
     if by_turn and turn is not None:
         advantage = by_turn[turn]
     facts = [

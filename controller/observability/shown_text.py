@@ -1,4 +1,6 @@
-"""Shorten texts for display, and mask secrets: environment variables, passwords in URLs, known token formats."""
+"""Shorten texts for display, and mask secrets: environment variables, passwords in URLs, known
+token formats.
+"""
 
 import os
 import re
@@ -28,7 +30,9 @@ def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
 
 
 def _masked(text: str, environment: Mapping[str, str]) -> str:
-    secrets = [value for name, value in environment.items() if TELLING.search(name) and len(value) >= SHORTEST]
+    secrets = [
+        value for name, value in environment.items() if TELLING.search(name) and len(value) >= SHORTEST
+    ]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     for pattern, replacement in PATTERNS:
@@ -43,7 +47,9 @@ def shortened(text: str, longest: int) -> str:
 
 
 def shown_prompt(prompt: Any, images: Sequence[str] = ()) -> str:
-    """Write a prompt, text or chat messages, as text: a paragraph per message. images: their names, in order."""
+    """Write a prompt, text or chat messages, as text: a paragraph per message. images: their
+    names, in order.
+    """
     if isinstance(prompt, str):
         return prompt
     text = "\n\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
@@ -54,9 +60,12 @@ def shown_prompt(prompt: Any, images: Sequence[str] = ()) -> str:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """Write a chat message as text: its reasoning, content and tool calls, a line each."""
-    content, thought = message.get("content") or "", message.get("reasoning")
+    content = message.get("content") or ""
+    thought = message.get("reasoning")
     parts = [content] if isinstance(content, str) else content
-    text = "".join(part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts)
+    text = "".join(
+        part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts
+    )
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
     calls = [f"{found.get('name', '')}({found.get('arguments')})" for found in functions]
     return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", text, *calls]))

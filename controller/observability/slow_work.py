@@ -1,7 +1,8 @@
 """Report slow work: its name and progress.
 
 with log_if_slow(log, "loading x"): ...         "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
-for item in count_if_slow(items, "x", log)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last line
+for item in count_if_slow(items, "x", log)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last
+line
 
 `log` may be called in another thread.
 """
@@ -24,7 +25,8 @@ def log_if_slow(
     log: Log, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
     """Log a block that takes more than `after` seconds, then every `every` seconds with the time so far."""
-    done, began = threading.Event(), time.monotonic()
+    done = threading.Event()
+    began = time.monotonic()
 
     def tell() -> None:
         if done.wait(after):
@@ -56,7 +58,9 @@ def count_if_slow(
     every: float = EVERY_SECONDS,
 ) -> Iterator[Item]:
     """Yield the items, and log how many are done, of `total` if known."""
-    began, told, count = time.monotonic(), 0.0, 0
+    began = time.monotonic()
+    told = 0.0
+    count = 0
     of = "" if total is None else f" of {total:,}"
     for count, item in enumerate(items, start=1):
         yield item

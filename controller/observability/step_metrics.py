@@ -14,9 +14,12 @@ def staleness(
 ) -> dict[str, float]:
     """Measure the age of samples and their tokens, in weight versions.
 
-    oldest, newest: versions that sampled a token of each [B]. version_tokens: tokens by version. current: the policy's.
+    oldest, newest: versions that sampled a token of each [B]. version_tokens: tokens by version. current: the
+    policy's.
     """
-    age, spanned, tokens = current - oldest, newest - oldest + 1, sum(version_tokens.values())
+    age = current - oldest
+    spanned = newest - oldest + 1
+    tokens = sum(version_tokens.values())
     return {
         "rollout/staleness_mean": float(age.mean()),
         "rollout/staleness_max": float(age.max()),
@@ -55,8 +58,12 @@ def throughput(
     return rates
 
 
-def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1) -> dict[str, float]:
-    """Compute a step's update tokens over all epochs, and tokens/s of update and step, from `seconds` by phase."""
+def update_throughput(
+    trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1
+) -> dict[str, float]:
+    """Compute a step's update tokens over all epochs, and tokens/s of update and step, from `seconds` by
+    phase.
+    """
     tokens = float(epochs * trained["length"].sum())
     return {
         "tokens/update": tokens,
@@ -66,15 +73,19 @@ def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs
 
 
 def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np.ndarray) -> dict[str, float]:
-    """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64 [B].
+    """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64
+    [B].
 
-    A request continues the turn that it extends. One that extends nothing, or a turn that has been extended, branches.
+    A request continues the turn that it extends. One that extends nothing, or a turn that has been extended,
+    branches.
     """
     told = [nodes for nodes in sessions if nodes]
     if not told:
         return {}
     nodes = list(itertools.chain(*told))
-    firsts = len({(place, node["parent"]) for place, each in enumerate(told) for node in each})  # also first roots
+    firsts = len(
+        {(place, node["parent"]) for place, each in enumerate(told) for node in each}
+    )  # also first roots
     joined = sum(node["joined"] for node in nodes)
     of_requests = {
         "continued_share": firsts - len(told),
@@ -87,7 +98,9 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
         "dropped_turns": sum(not node["kept"] for node in nodes),
         "sampled_tokens": sum(node["tokens"] for node in nodes),
         "agent_s": sum(
-            max(0.0, time - _busy(each)) for each, time in zip(sessions, seconds.tolist(), strict=True) if each
+            max(0.0, time - _busy(each))
+            for each, time in zip(sessions, seconds.tolist(), strict=True)
+            if each
         ),
     }
     return {f"session/{name}": value / (len(nodes) + joined) for name, value in of_requests.items()} | {

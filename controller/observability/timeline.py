@@ -10,15 +10,14 @@
     policy dp=0     measured micro-steps over planned ones
 
 A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end],
-`samples` {actor: [start, end, response tokens, prompt tokens, prompt, score delay]}, `weights` {actor: [start, end,
-version]},
-`micro_steps` {actor: [pass, start, end, tokens, squared tokens, and these of images]}, and `cost`, the coefficients of
-the cost model in this order. `prompt`: its number, -1 for samples that no step trains on. `score delay`: seconds from
-the sample's end to its score.
-Times are by the clock of the machine where something happened: on several nodes, keep the clocks together (NTP).
+`samples` {actor: [start, end, response tokens, prompt tokens, prompt, score delay]}, `weights` {actor:
+[start, end, version]}, `micro_steps` {actor: [pass, start, end, tokens, squared tokens, and these of
+images]}, and `cost`, the coefficients of the cost model in this order. `prompt`: its number, -1 for samples
+that no step trains on. `score delay`: seconds from the sample's end to its score. Times are by the clock of
+the machine where something happened: on several nodes, keep the clocks together (NTP).
 
-Planned widths are in proportion to what the cost model predicts, and each pass is scaled to its measured duration. A
-planned bar longer than the measured bar above it means overestimated work.
+Planned widths are in proportion to what the cost model predicts, and each pass is scaled to its measured
+duration. A planned bar longer than the measured bar above it means overestimated work.
 """
 
 import json
@@ -57,16 +56,23 @@ class TimelineRecorder:
     def __init__(self) -> None:
         self._phases: list[list[Any]] = []
         self._rows: dict[str, dict[str, list[list[Any]]]] = {kind: {} for kind in OF_ACTORS}
-        self._cost, self._lock = (1.0, 0.0, 0.0, 0.0), Lock()
+        self._cost = (1.0, 0.0, 0.0, 0.0)
+        self._lock = Lock()
 
     def phase(self, name: str, start: float, end: float) -> None:
         """Record a phase of the driver, in times of `time.perf_counter`."""
         self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
 
     def samples(
-        self, results: Iterable["SampleResult"], scores: Mapping[tuple[str, int], "Score"], *, trains: bool = True
+        self,
+        results: Iterable["SampleResult"],
+        scores: Mapping[tuple[str, int], "Score"],
+        *,
+        trains: bool = True,
     ) -> None:
-        """Record time and engine of every sample that reached an engine. trains: whether for a step's training."""
+        """Record time and engine of every sample that reached an engine. trains: whether for a step's
+        training.
+        """
         for result in results:
             if result.replica >= 0:
                 start, end = _interval(result.start, result.seconds)
@@ -79,7 +85,9 @@ class TimelineRecorder:
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
         """Record each engine's weight updates, by its actor's name."""
         for actor, found in loads.items():
-            self._add("weights", actor, [[*_interval(load.start, load.seconds), load.version] for load in found])
+            self._add(
+                "weights", actor, [[*_interval(load.start, load.seconds), load.version] for load in found]
+            )
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """Record each rank's micro-steps, by its actor's name, and the cost model of their plan."""
@@ -94,9 +102,11 @@ class TimelineRecorder:
 
     def take(self) -> dict[str, Any]:
         """Return all events since the last call, ready for JSON."""
-        phases, self._phases = self._phases, []
+        phases = self._phases
+        self._phases = []
         with self._lock:
-            rows, self._rows = self._rows, {kind: {} for kind in OF_ACTORS}
+            rows = self._rows
+            self._rows = {kind: {} for kind in OF_ACTORS}
         return {"phases": phases, **rows, "cost": list(self._cost)}
 
 
@@ -134,13 +144,15 @@ def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
     process = {name: number for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)}
     events = list(_metadata(process))
     for record in records:
-        driver, step = process[DRIVER], record["step"]
+        driver = process[DRIVER]
+        step = record["step"]
         events += [_slice(driver, 1, name, start, end, step=step) for name, start, end in record["phases"]]
         for actor, rows in record["samples"].items():
             events += _generation(process[actor], rows, step)
         for actor, rows in record["weights"].items():
             events += [
-                _slice(process[actor], 2, "weights", start, end, version=version) for start, end, version in rows
+                _slice(process[actor], 2, "weights", start, end, version=version)
+                for start, end, version in rows
             ]
         events += _micro_steps(process, record)
     return events
@@ -160,7 +172,9 @@ def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
 
 
 def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterator[Event]:
-    """Return an engine's generation as a slice per uninterrupted stretch, and the number of samples at a time."""
+    """Return an engine's generation as a slice per uninterrupted stretch, and the number of samples at a
+    time.
+    """
     stretches: list[list[float]] = []  # start, end, samples, tokens
     for start, end, tokens, *_ in sorted(rows):
         if stretches and start <= stretches[-1][1]:
@@ -181,8 +195,9 @@ def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterato
 def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Iterator[Event]:
     """Return measured and planned slices of every rank, by role and pass.
 
-    Predictions are scaled to seconds: the sum over micro-steps of the slowest rank is the measured sum. A planned slice
-    begins with the first rank's micro-step, but not before the rank's previous slice ends, whatever its pass.
+    Predictions are scaled to seconds: the sum over micro-steps of the slowest rank is the measured sum. A
+    planned slice begins with the first rank's micro-step, but not before the rank's previous slice ends,
+    whatever its pass.
     """
     passes: dict[tuple[str, str], dict[str, list[tuple[float, float, int, float]]]] = {}
     for actor, rows in record["micro_steps"].items():
@@ -199,12 +214,15 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
         expected = sum(max(cost for *_, cost in steps) for steps in micro_steps)
         scales[role, name] = lasted / expected if expected else 0.0
         for actor, steps in ranks.items():
-            by_actor.setdefault(actor, []).extend((*step, role, name, number) for number, step in enumerate(steps))
+            by_actor.setdefault(actor, []).extend(
+                (*step, role, name, number) for number, step in enumerate(steps)
+            )
     for actor, rows in by_actor.items():
         free = 0.0
         for start, end, tokens, cost, role, name, number in sorted(rows):
             planned = cost * scales[role, name]
-            title, facts = f"{name} {number}", {"tokens": tokens, "planned_s": round(planned, 6)}
+            title = f"{name} {number}"
+            facts = {"tokens": tokens, "planned_s": round(planned, 6)}
             yield _slice(process[actor], 1, title, start, end, **facts)
             begin = max(free, begins[role, name][number])
             free = begin + planned

@@ -3,8 +3,8 @@
     a step's metrics --> Tracker.log of each: TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
     some samples --> Tracker.table of each:   TensorBoard | Weights & Biases | MLflow
 
-An unreachable service does not stop a run. Keys and addresses come from the services' environment variables (WANDB_*,
-MLFLOW_*), never from the configuration, which is written to the run's folder.
+An unreachable service does not stop a run. Keys and addresses come from the services' environment variables
+(WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
 """
 
 import json
@@ -59,7 +59,9 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """A run in Weights & Biases, named by `id`. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
+    """A run in Weights & Biases, named by `id`. WANDB_MODE=offline writes to `folder`/wandb, for `wandb
+    sync`.
+    """
 
     def __init__(self, folder: Path, project: str, name: str, shown: Mapping[str, Any], id: str = "") -> None:
         """shown: settings. id: of the run to resume, or empty. Raises ConfigError if W&B cannot start."""
@@ -76,7 +78,9 @@ class WandbTracker(Tracker):
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as error:
-            raise ConfigError(f"tracking.wandb: {error}. WANDB_MODE=offline needs neither key nor network.") from error
+            raise ConfigError(
+                f"tracking.wandb: {error}. WANDB_MODE=offline needs neither key nor network."
+            ) from error
         self.id = str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -112,7 +116,8 @@ class MlflowTracker(Tracker):
     def __init__(
         self, project: str, name: str, shown: Mapping[str, Any], log: Callable[[str], None], id: str = ""
     ) -> None:
-        """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume, or empty.
+        """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume, or
+        empty.
 
         Raises ConfigError if MLflow does not answer or does not know the run.
         """
@@ -121,8 +126,10 @@ class MlflowTracker(Tracker):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._failure, self._client = MlflowException, MlflowClient()
-        self._log, self._waiting = log, list[Any]()
+        self._failure = MlflowException
+        self._client = MlflowClient()
+        self._log = log
+        self._waiting = list[Any]()
         try:
             self.id = id or self._begin(project, name, shown)
             self._client.update_run(self.id, status="RUNNING")
@@ -145,7 +152,9 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._waiting += [Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()]
+        self._waiting += [
+            Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()
+        ]
         try:
             self._send()
         except self._failure as error:
@@ -156,7 +165,9 @@ class MlflowTracker(Tracker):
         try:
             self._client.log_dict(self.id, tabular(rows), f"{name}/step-{step}.json")
         except (self._failure, OSError) as error:
-            self._log(f"MLflow: {_first_line(error)}. The table {name} of step {step} is only in the run's folder")
+            self._log(
+                f"MLflow: {_first_line(error)}. The table {name} of step {step} is only in the run's folder"
+            )
 
     def _send(self) -> None:
         while self._waiting:
@@ -180,7 +191,9 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tabular(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return `columns` and `data`, a list of numbers or texts a row: lists and mappings become JSON, NaN None."""
+    """Return `columns` and `data`, a list of numbers or texts a row: lists and mappings become JSON, NaN
+    None.
+    """
     names = _columns(rows)
     return {"columns": names, "data": [[_cell(row.get(name)) for name in names] for row in rows]}
 
@@ -204,20 +217,29 @@ def _escaped(value: Any) -> str:
 
 
 def open_trackers(
-    config: TrainingConfig, known: Mapping[str, str], after: int, log: Callable[[str], None], exported: RayMetrics
+    config: TrainingConfig,
+    known: Mapping[str, str],
+    after: int,
+    log: Callable[[str], None],
+    exported: RayMetrics,
 ) -> tuple[list[Tracker], dict[str, str]]:
     """Open Ray's metrics and the trackers of tracking.*. Also return the run's id in each service.
 
-    known: ids of the resumed run, used only under its own name. after: last recorded step. Raises ConfigError if a
-    service refuses the run.
+    known: ids of the resumed run, used only under its own name. after: last recorded step. Raises ConfigError
+    if a service refuses the run.
     """
-    folder, tracking = config.run_folder, config.tracking
+    folder = config.run_folder
+    tracking = config.tracking
     folder.mkdir(parents=True, exist_ok=True)
     trackers: list[Tracker] = [RayTracker(exported)]
     if tracking.tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard", after=after))
     known = known if config.run.resume == "auto" else {}
-    run = (tracking.project, config.run.name, {found.key: value_of(config, found.key) for found in settings(config)})
+    run = (
+        tracking.project,
+        config.run.name,
+        {found.key: value_of(config, found.key) for found in settings(config)},
+    )
     ids: dict[str, str] = {}
     if tracking.wandb:
         wandb = WandbTracker(folder, *run, id=known.get("wandb", ""))

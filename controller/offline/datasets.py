@@ -41,10 +41,13 @@ class SequenceDataset:
     ) -> None:
         """records: examples of each record.
 
-        Leaves out records with an image that cannot be read, with a warning. Raises DataError on a record that cannot
-        be tokenized, on a long one with overlong_records="error", and if none is left.
+        Leaves out records with an image that cannot be read, with a warning. Raises DataError on a record
+        that cannot be tokenized, on a long one with overlong_records="error", and if none is left.
         """
-        self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
+        self.name = name
+        self._shuffle = shuffle
+        self._seed = seed
+        self.dropped = 0
         self._items: list[Item] = []
         self._labels: list[float] = []
         unreadable: list[str] = []
@@ -64,13 +67,18 @@ class SequenceDataset:
             raise DataError(unreadable[0])
         if not self._items:
             raise DataError(
-                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}. Raise it."
+                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}. "
+                "Raise it."
             )
         equal = sum(_are_equal(item) for item in self._items)
         if equal == len(self._items):
-            raise DataError(f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key.")
+            raise DataError(
+                f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key."
+            )
         self.warnings = left_out(name, unreadable)
-        self.warnings += [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (equal > 0)
+        self.warnings += [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (
+            equal > 0
+        )
 
     def _add(self, item: Item, record: tuple[Example, ...], settings: OfflineDataConfig, where: str) -> None:
         longest = max(len(row["input_ids"]) for row, _ in item)
@@ -97,15 +105,17 @@ class SequenceDataset:
         return [len(row["input_ids"]) for item in self._items for row, _ in item]
 
     def take(self, start: int, count: int) -> RemoteBatch:
-        """Return `count` records from position `start` (from 0) of the stream, determined by the seed (see `first`)."""
+        """Return `count` records from position `start` (from 0) of the stream, determined by the seed (see
+        `first`).
+        """
         places = range(start, start + count)
         return self._batch([f"{place}" for place in places], [self._at(place) for place in places])
 
     def first(self, count: int) -> RemoteBatch:
         """Return the first `count` records in file order, 0 for all.
 
-        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones), `label` (see
-        `Example`), and the tokens of a `Row`. A record's sequences are adjacent.
+        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones),
+        `label` (see `Example`), and the tokens of a `Row`. A record's sequences are adjacent.
         """
         items = range(len(self._items[: count or None]))
         return self._batch([f"{number}" for number in items], items)
@@ -143,7 +153,8 @@ def _shared_tokens(item: Item) -> int:
 def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     import ray
 
-    rows, known = [row for item in items for row, _ in item], dict[int, ray.ObjectRef]()
+    rows = [row for item in items for row, _ in item]
+    known = dict[int, ray.ObjectRef]()
     images = [stored(placed, known) for item in items for _, placed in item]
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),
@@ -154,6 +165,10 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     if len(items) < len(rows):  # the planner keeps sequences with the same beginning together
         shared = [_shared_tokens(item) for item in items for _ in item]
         hashes = object_column([b""] * len(rows))
-        columns |= {"prompt_hash": columns["group_number"], "prompt_tokens": np.array(shared), "prefix_hashes": hashes}
+        columns |= {
+            "prompt_hash": columns["group_number"],
+            "prompt_tokens": np.array(shared),
+            "prefix_hashes": hashes,
+        }
     columns |= {IMAGES: object_column(images)} if any(images) else {}
     return RemoteBatch.of_block(ray.put(DataProto.from_rows(rows)), columns, list(rows[0]))

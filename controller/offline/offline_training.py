@@ -50,8 +50,9 @@ Examples = dict[str, list[tuple[Example, ...]]]
 
 @dataclass(frozen=True)
 class OfflineInputs:
-    """identity: of the training data, for checkpoints. first_text: decoded ids of the first record. warnings: for the
-    user."""
+    """identity: of the training data, for checkpoints. first_text: decoded ids of the first record. warnings:
+    for the user.
+    """
 
     train: SequenceDataset
     validation: SequenceDataset | None
@@ -114,10 +115,15 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     identity = offline_identity(config, read[config.data.train])
     check_same_data(config, identity)
     examples = {
-        path: [_examples_of(config, record, path, record_name(path, index)) for index, record in enumerate(records)]
+        path: [
+            _examples_of(config, record, path, record_name(path, index))
+            for index, record in enumerate(records)
+        ]
         for path, records in read.items()
     }
-    first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
+    first = [
+        example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record
+    ]
     chats = [([*one.prompt, *one.response], one.options) for one in first if isinstance(one.response, list)]
     found = try_template(config, chats, config.data.chat_template_arguments, answered=True)
     blind = _blind_images(config, read, examples)
@@ -129,12 +135,16 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
 def _unread_columns(
     config: OfflineConfig, data: Mapping[str, list[Record]], blind: Sequence[str], *, chats: bool
 ) -> list[str]:
-    """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns too."""
+    """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns
+    too.
+    """
     names = {name for records in data.values() for record in records[:COMPARED] for name in record}
     read = names_in(config.data, names) | (CHATS if chats else set())
     if isinstance(config, SftConfig) and config.data.messages_key in names:
         read -= {config.data.prompt_key, config.data.response_key} - {config.data.messages_key}
-    of_images = {name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind}
+    of_images = {
+        name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind
+    }
     return unread_columns(data, read | of_images)
 
 
@@ -171,7 +181,9 @@ def _examples_of(config: OfflineConfig, record: Record, path: str, where: str) -
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     examples, identity, warnings = _read_examples(config)
     cost_model = counted_costs(config)
-    renderer, data, seed = load_renderer(config, log), config.data, config.run.seed
+    renderer = load_renderer(config, log)
+    data = config.data
+    seed = config.run.seed
 
     def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
         return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed, log=log)
@@ -180,16 +192,26 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     train = dataset(data.train, shuffle=data.shuffle)
     identity |= {"records": len(train)}
     check_same_data(config, identity)
-    first, pad = train.first_ids, renderer.tokenizer.pad_token
+    first = train.first_ids
+    pad = renderer.tokenizer.pad_token
     if config.head == "value" and first[-1] == renderer.tokenizer.pad_token_id:
-        warnings.append(f"{pad} pads and ends responses, so transformers reads a score one token before reward.model")
+        warnings.append(
+            f"{pad} pads and ends responses, so transformers reads a score one token before reward.model"
+        )
     first_text = renderer.tokenizer.decode(first)
     return OfflineInputs(
-        train, validation, cost_model, identity, first_text, [*warnings, *renderer.unread.values(), *train.warnings]
+        train,
+        validation,
+        cost_model,
+        identity,
+        first_text,
+        [*warnings, *renderer.unread.values(), *train.warnings],
     )
 
 
-def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
+def run(
+    config: OfflineConfig, inputs: OfflineInputs, console: "Console", callbacks: Sequence["Callback"] = ()
+) -> None:
     from controller.offline.steps import STEPS
     from controller.training_loop import train
 

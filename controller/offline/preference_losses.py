@@ -9,11 +9,11 @@
 
     bradley_terry   -log sigmoid(s_c - s_r - margin) + c (s_c + s_r)^2     s scores of a reward model
 
-Bradley-Terry: Ouyang et al. 2022, eq. 1, margins of Touvron et al. 2023 (Llama 2), eq. 2, centring of Eisenstein et al.
-2023 (arXiv:2312.09244).
+Bradley-Terry: Ouyang et al. 2022, eq. 1, margins of Touvron et al. 2023 (Llama 2), eq. 2, centring of
+Eisenstein et al. 2023 (arXiv:2312.09244).
 
-The loss of P pairs is their mean. Its gradient by a sequence's log-prob or score needs the whole pair, but is one
-number, known after a forward pass (`workers.model.losses.supervised`).
+The loss of P pairs is their mean. Its gradient by a sequence's log-prob or score needs the whole pair, but is
+one number, known after a forward pass (`workers.model.losses.supervised`).
 
 P pairs, 2P sequences: chosen, rejected, chosen, ...
 """
@@ -27,7 +27,9 @@ from controller.config.offline import PreferenceLossConfig, RewardLossConfig
 
 @dataclass(frozen=True)
 class PairLoss:
-    """loss: mean over pairs. coefficients: dL/dS of each sequence's summed log-prob, or score, float64 [2P]."""
+    """loss: mean over pairs. coefficients: dL/dS of each sequence's summed log-prob, or score,
+    float64 [2P].
+    """
 
     loss: float
     coefficients: np.ndarray
@@ -37,20 +39,29 @@ class PairLoss:
 def pair_loss(
     settings: PreferenceLossConfig, log_probs: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray
 ) -> PairLoss:
-    """log_probs, reference: summed log-probs of each response, float64 [2P]. tokens: of each response, [2P]."""
+    """log_probs, reference: summed log-probs of each response, float64 [2P]. tokens: of each
+    response, [2P].
+    """
     weight = 1.0 / tokens if settings.averages else np.ones(len(tokens))
     rewards = settings.beta * weight * (log_probs if reference is None else log_probs - reference)
-    chosen, rejected = rewards[0::2], rewards[1::2]
-    losses, slopes = _ipo(settings, chosen - rejected) if settings.name == "ipo" else _dpo(settings, chosen - rejected)
+    chosen = rewards[0::2]
+    rejected = rewards[1::2]
+    losses, slopes = (
+        _ipo(settings, chosen - rejected) if settings.name == "ipo" else _dpo(settings, chosen - rejected)
+    )
     coefficients = settings.beta * weight * np.stack([slopes, -slopes], axis=1).ravel()
     return _loss_of(losses, coefficients, chosen, rejected)
 
 
 def bradley_terry(settings: RewardLossConfig, scores: np.ndarray, margins: np.ndarray) -> PairLoss:
     """scores: float64 [2P]. margins: float64 [P]."""
-    chosen, rejected, weight = scores[0::2], scores[1::2], settings.center_rewards_coefficient
-    logit, both = chosen - rejected - margins, chosen + rejected
-    slopes, pull = -np.exp(-np.logaddexp(0, logit)), 2 * weight * both
+    chosen = scores[0::2]
+    rejected = scores[1::2]
+    weight = settings.center_rewards_coefficient
+    logit = chosen - rejected - margins
+    both = chosen + rejected
+    slopes = -np.exp(-np.logaddexp(0, logit))
+    pull = 2 * weight * both
     losses = np.logaddexp(0, -logit) + weight * both**2
     return _loss_of(losses, np.stack([slopes + pull, pull - slopes], axis=1).ravel(), chosen, rejected)
 
@@ -69,7 +80,8 @@ def _loss_of(losses: np.ndarray, slopes: np.ndarray, chosen: np.ndarray, rejecte
 
 
 def _dpo(settings: PreferenceLossConfig, difference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    logit, wrong = difference - settings.margin, settings.label_smoothing
+    logit = difference - settings.margin
+    wrong = settings.label_smoothing
     losses = (1 - wrong) * np.logaddexp(0, -logit) + wrong * np.logaddexp(0, logit)
     return losses, wrong - np.exp(-np.logaddexp(0, logit))  # e - sigmoid(-logit)
 

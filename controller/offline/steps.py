@@ -39,7 +39,9 @@ class OfflineRun(TrainingRun[Settings]):
         cost_model: CostModel,
     ) -> None:
         super().__init__(config, session, steps=config.steps_over(len(train)), cost_model=cost_model)
-        self.dataset, self.held_out, self.position = train, validation, self.progress.position
+        self.dataset = train
+        self.held_out = validation
+        self.position = self.progress.position
 
     def state(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -109,7 +111,8 @@ STEPS: dict[type[OfflineConfig], Step] = {
 def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
     """Take a step's records and plan their update. The last step of run.epochs takes the remaining ones."""
     with run.record.phase("plan"):
-        count, settings = run.config.records_per_step, run.config.run
+        count = run.config.records_per_step
+        settings = run.config.run
         if not settings.steps:
             count = min(count, settings.epochs * len(run.dataset) - run.position)
         batch = run.dataset.take(run.position, count)
@@ -124,7 +127,11 @@ def sft_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
     """Return `loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`, of a forward pass."""
     plan = run.planner.forward_plan(batch, "policy.log_probs")
     measured = results(run.roles.policy.measure_tokens(batch, plan))
-    return {"loss": measured["loss"], "perplexity": math.exp(measured["loss"]), "entropy": measured["entropy"]}
+    return {
+        "loss": measured["loss"],
+        "perplexity": math.exp(measured["loss"]),
+        "entropy": measured["entropy"],
+    }
 
 
 def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
@@ -158,7 +165,9 @@ def scores_of_pairs(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch) -
 
 def losses_of_pairs(run: OfflineRun[PreferencesConfig], batch: RemoteBatch) -> PairLoss:
     """Return the loss of the batch's pairs, and its gradient by each sequence's log-prob."""
-    log_probs = run.roles.policy.sequence_log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+    log_probs = run.roles.policy.sequence_log_probs(
+        batch, run.planner.forward_plan(batch, "policy.log_probs")
+    )
     reference = None
     if run.config.uses_reference:
         plan = run.planner.forward_plan(batch, "reference.log_probs")

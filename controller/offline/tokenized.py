@@ -33,7 +33,8 @@ Row = dict[str, np.ndarray]
 class Example(NamedTuple):
     """A prompt and its response: two texts, or two lists of chat messages, rendered with `options`.
 
-    label: the response's score, or the margin of its pair. steps: characters up to each step's end, and its label.
+    label: the response's score, or the margin of its pair. steps: characters up to each step's end, and its
+    label.
     images: of both, in order.
     """
 
@@ -49,10 +50,14 @@ ALL_TURNS, LAST_TURN = "all", "last"
 MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
-def with_options(examples: Iterable[Example], record: Record, run: Options, where: str) -> tuple[Example, ...]:
+def with_options(
+    examples: Iterable[Example], record: Record, run: Options, where: str
+) -> tuple[Example, ...]:
     """Give chat examples the run's options, and the record's. Raises DataError."""
     return tuple(
-        example._replace(options=options_of(record, run, where)) if isinstance(example.response, list) else example
+        example._replace(options=options_of(record, run, where))
+        if isinstance(example.response, list)
+        else example
         for example in examples
     )
 
@@ -63,7 +68,8 @@ def reading_images(
     """Give each example its images, from `column` or its messages. See `ImageSource`. Raises DataError."""
     found = []
     for example in examples:
-        is_text, first = isinstance(example.response, str), len(example.prompt)
+        is_text = isinstance(example.response, str)
+        first = len(example.prompt)
         messages, values = with_images("" if is_text else [*example.prompt, *example.response], column, where)
         images = tuple(ImageSource(value, where, folder, pixels) for value in values)
         given = {} if is_text else {"prompt": messages[:first], "response": messages[first:]}
@@ -84,35 +90,40 @@ def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tupl
         return (Example([], _messages(record[messages], where)),)
     if missing := [key for key in (prompt, response) if key not in record]:
         raise DataError(
-            f"{where} has neither {messages!r} nor {missing[0]!r}. Set data.messages_key, or data.prompt_key and "
-            "data.response_key, to its columns."
+            f"{where} has neither {messages!r} nor {missing[0]!r}. Set data.messages_key, or "
+            "data.prompt_key and data.response_key, to its columns."
         )
     return (_example(record[prompt], record[response], where),)
 
 
 def preference_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example, Example]:
-    """Return the chosen and the rejected example. keys: columns of the prompt, the chosen, the rejected response.
+    """Return the chosen and the rejected example. keys: columns of the prompt, the chosen, the rejected
+    response.
 
-    Without a prompt, both are conversations whose common first messages are the prompt. With one, they may be whole
-    conversations that begin with it (as in UltraFeedback). Raises DataError.
+    Without a prompt, both are conversations whose common first messages are the prompt. With one, they may be
+    whole conversations that begin with it (as in UltraFeedback). Raises DataError.
     """
     prompt_key, *response_keys = keys
     if missing := [key for key in response_keys if key not in record]:
-        raise DataError(f"{where} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns.")
+        raise DataError(
+            f"{where} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns."
+        )
     chosen, rejected = (record[key] for key in response_keys)
-    chosen, rejected = messages_in(chosen), messages_in(rejected)
+    chosen = messages_in(chosen)
+    rejected = messages_in(rejected)
     prompt = messages_in(record.get(prompt_key))
     if all(isinstance(side, list) and all(isinstance(m, dict) for m in side) for side in (chosen, rejected)):
         start = _start_of_conversations(prompt, chosen, rejected, where)
         if start:
             prompt = start
-            chosen, rejected = chosen[len(start) :], rejected[len(start) :]
+            chosen = chosen[len(start) :]
+            rejected = rejected[len(start) :]
         elif isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
     elif prompt is None:
         raise DataError(
-            f"{where} has no prompt in {prompt_key!r}. Set data.prompt_key to its column, or give the chosen and the "
-            "rejected conversation as chat messages, which hold it."
+            f"{where} has no prompt in {prompt_key!r}. Set data.prompt_key to its column, or give the "
+            "chosen and the rejected conversation as chat messages, which hold it."
         )
     return _example(prompt, chosen, where), _example(prompt, rejected, where)
 
@@ -125,7 +136,9 @@ def reward_examples(record: Record, data: RewardDataConfig, loss: str, where: st
     if loss == "bradley_terry":
         pair = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
         margin = record.get(data.margin_key)
-        return pair[0]._replace(label=0.0 if margin is None else _number(margin, data.margin_key, where)), pair[1]
+        return pair[0]._replace(
+            label=0.0 if margin is None else _number(margin, data.margin_key, where)
+        ), pair[1]
     keys = (data.response_key, data.score_key) if loss == "regression" else (data.steps_key, data.labels_key)
     if missing := [key for key in (data.prompt_key, *keys) if record.get(key) is None]:
         raise DataError(f"{where} has no {missing[0]!r}. Set the data.*_key settings to its columns.")
@@ -159,7 +172,9 @@ def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, w
     prompt: messages, a text that one of the common messages holds, or None. Raises DataError.
     """
     if isinstance(prompt, list):
-        sides = [cleaned(side[: len(prompt)], where) for side in (chosen, rejected) if len(side) > len(prompt)]
+        sides = [
+            cleaned(side[: len(prompt)], where) for side in (chosen, rejected) if len(side) > len(prompt)
+        ]
         return prompt if sides == [cleaned(prompt, where)] * 2 else []
     pairs = enumerate(zip(chosen, rejected, strict=False))
     common = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
@@ -170,15 +185,16 @@ def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, w
     texts = [message.get("content") for message in start]
     if isinstance(prompt, str) and begin_with != {"assistant"} and prompt not in texts:
         raise DataError(
-            f"{where}: its prompt is in none of the messages with which its chosen and rejected conversations begin. "
-            "Set data.prompt_key='' to take their common messages as the prompt."
+            f"{where}: its prompt is in none of the messages with which its chosen and rejected "
+            "conversations begin. Set data.prompt_key='' to take their common messages as the prompt."
         )
     return start
 
 
 def _example(prompt: Any, response: Any, where: str) -> Example:
     if (messages := messages_in(prompt)) is not prompt:
-        prompt, response = messages, messages_in(response)
+        prompt = messages
+        response = messages_in(response)
     if isinstance(prompt, str) and prompt.isspace():
         raise DataError(f"{where} has an empty prompt.")
     if isinstance(prompt, str) and isinstance(response, str):
@@ -187,12 +203,13 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
         raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
     if isinstance(response, str):
         response = [{"role": "assistant", "content": response}]
-    prompt, response = _messages(prompt, where), _messages(response, where)
+    prompt = _messages(prompt, where)
+    response = _messages(response, where)
     check_not_blank(prompt, where)
     if prompt[-1]["role"] == response[0]["role"] == "assistant":
         raise DataError(
-            f"{where} has a prompt that ends with an assistant's message, behind which the response would be another. "
-            "Begin the response with that message's text."
+            f"{where} has a prompt that ends with an assistant's message, behind which the response would "
+            "be another. Begin the response with that message's text."
         )
     return Example(prompt, response)
 
@@ -200,14 +217,17 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
 def _messages(value: Any, where: str) -> Messages:
     value = messages_in(value)
     if not isinstance(value, list):
-        raise DataError(f"{where} has a value of type {type(value).__name__} in place of a list of chat messages.")
+        raise DataError(
+            f"{where} has a value of type {type(value).__name__} in place of a list of chat messages."
+        )
     if not value:
         raise DataError(f"{where} has an empty list of chat messages.")
     return list(cleaned(value, where))
 
 
 def example_row(renderer: Renderer, example: Example, where: str, train_on: str = ALL_TURNS) -> Row:
-    """Tokenize prompt and response. The response's text, or its assistant turns, are learned: all, or the last.
+    """Tokenize prompt and response. The response's text, or its assistant turns, are learned: all, or the
+    last.
 
     Raises DataError if no token is learned, or if rendering does not show which tokens are the assistant's.
     """
@@ -222,13 +242,15 @@ def example_row(renderer: Renderer, example: Example, where: str, train_on: str 
 
 
 def is_trained(message: dict[str, Any], number: int, where: str) -> bool:
-    """Whether a message's `weight` (OpenAI) and `train` (axolotl) let it be learned. Raises DataError if they cannot
-    be honoured.
+    """Whether a message's `weight` (OpenAI) and `train` (axolotl) let it be learned. Raises DataError if they
+    cannot be honoured.
     """
     for name in ("weight", "train"):
         value = message.get(name)
         if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
-            raise DataError(f"{where}: message {number} has {name}={value!r:.80}. Give 0 or 1, false or true.")
+            raise DataError(
+                f"{where}: message {number} has {name}={value!r:.80}. Give 0 or 1, false or true."
+            )
         if value and message["role"] != "assistant":
             raise DataError(
                 f"{where}: message {number}, of role {message['role']!r}, has {name}={value!r}, and only the "
@@ -238,14 +260,18 @@ def is_trained(message: dict[str, Any], number: int, where: str) -> bool:
 
 
 def scored_row(renderer: Renderer, example: Example, where: str) -> Row:
-    """Tokenize up to the response's end token, and mark it: a reward model is read there. Raises as `example_row`.
+    """Tokenize up to the response's end token, and mark it: a reward model is read there. Raises as
+    `example_row`.
 
     Steps before the last one are marked at their own last tokens, all with their labels.
     """
     whole = example_row(renderer, example, where, LAST_TURN)
-    learned, decode = np.flatnonzero(whole["loss_mask"]).tolist(), renderer.tokenizer.decode
+    learned = np.flatnonzero(whole["loss_mask"]).tolist()
+    decode = renderer.tokenizer.decode
     # Sampled responses end with the end token, and templates write a line break behind it.
-    end = next((place for place in reversed(learned) if decode([whole["input_ids"][place]]).strip()), learned[-1])
+    end = next(
+        (place for place in reversed(learned) if decode([whole["input_ids"][place]]).strip()), learned[-1]
+    )
     row = {"input_ids": whole["input_ids"][: end + 1], "loss_mask": np.arange(end + 1) == end}
     if not example.steps:
         return row
@@ -258,15 +284,21 @@ def scored_row(renderer: Renderer, example: Example, where: str) -> Row:
 
 
 def _step_places(renderer: Renderer, example: Example, where: str) -> np.ndarray:
-    before, text, start, last = 0, example.response, 0, None
+    before = 0
+    text = example.response
+    start = 0
+    last = None
     if isinstance(text, str):
         prompt = renderer.prompt_ids(example.prompt, where)
-        before, last = len(prompt), int(prompt[-1])
+        before = len(prompt)
+        last = int(prompt[-1])
     else:
         text = renderer.text([*example.prompt, *example.response], where, **example.options)
         start = text.rfind(example.response[0]["content"])
     if start < 0:
-        raise DataError(f"{where}: the chat template of model.path changes the steps, so they are not found. Fix it.")
+        raise DataError(
+            f"{where}: the chat template of model.path changes the steps, so they are not found. Fix it."
+        )
     ends = renderer.ids_and_ends(text, where, last)[1]
     return before + np.searchsorted(ends, [start + end for end, _ in example.steps])
 
@@ -274,14 +306,18 @@ def _step_places(renderer: Renderer, example: Example, where: str) -> np.ndarray
 def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:
     end = renderer.tokenizer.eos_token_id
     if end is None:
-        raise DataError(f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with.")
+        raise DataError(
+            f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with."
+        )
     before = renderer.prompt_ids(prompt, where)
     learned = renderer.ids_behind(response, int(before[-1]), where)
     learned += [end] * (learned[-1:] != [end])
     return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
 
 
-def _chat_row(renderer: Renderer, messages: Messages, turns: Sequence[int], options: Options, where: str) -> Row:
+def _chat_row(
+    renderer: Renderer, messages: Messages, turns: Sequence[int], options: Options, where: str
+) -> Row:
     def render(messages: Messages, *, add_generation_prompt: bool = False) -> str:
         return renderer.text(messages, where, **options, add_generation_prompt=add_generation_prompt)
 
@@ -311,14 +347,19 @@ def _chat_row(renderer: Renderer, messages: Messages, turns: Sequence[int], opti
     return _row(ids, learned, where)
 
 
-def _span(render: Callable[..., str], messages: Messages, turn: int, whole: str, where: str) -> tuple[int, int]:
-    """Return where the text of an assistant's message begins and stops in `whole`, the rendering of all messages.
+def _span(
+    render: Callable[..., str], messages: Messages, turn: int, whole: str, where: str
+) -> tuple[int, int]:
+    """Return where the text of an assistant's message begins and stops in `whole`, the rendering of all
+    messages.
 
-    It begins behind the generation prompt, where that is how the turn begins. Otherwise, and where a template renders
-    the message differently when others follow, such as without thoughts, a stand-in for it shows the text around it,
-    and a stand-in for the message ahead where its header begins. The text around must be the same in `whole`.
+    It begins behind the generation prompt, where that is how the turn begins. Otherwise, and where a template
+    renders the message differently when others follow, such as without thoughts, a stand-in for it shows the
+    text around it, and a stand-in for the message ahead where its header begins. The text around must be the
+    same in `whole`.
     """
-    alone, text = render(messages[: turn + 1]), "stand-in"
+    alone = render(messages[: turn + 1])
+    text = "stand-in"
     prompted, opening = _generation_prompt(render, messages, turn)
     if turn and opening.strip() and alone.startswith(prompted) and whole.startswith(alone):
         return len(prompted), len(alone)
@@ -373,9 +414,12 @@ def _generation_prompt(render: Callable[..., str], messages: Messages, turn: int
     return prompted, added
 
 
-def _between(render: Callable[..., str], messages: Messages, turn: int, stand_in: dict[str, Any], text: str) -> str:
+def _between(
+    render: Callable[..., str], messages: Messages, turn: int, stand_in: dict[str, Any], text: str
+) -> str:
     """Return the text between the content of the message ahead of a stand-in, and the stand-in's text."""
-    ahead, other = messages[:turn], f"before-{text}-"
+    ahead = messages[:turn]
+    other = f"before-{text}-"
     if turn:
         ahead = [*messages[: turn - 1], messages[turn - 1] | {"content": other}]
     before = render([*ahead, stand_in, *messages[turn + 1 :]]).rpartition(text)[0]

@@ -2,8 +2,9 @@
 
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
-config.json yields FLOPs. Only measurements show the time of a squared token (attention) relative to a token (matrix
-products), and a pipeline's fixed cost and shares. Checkpoints keep the fit, so that a resumed run plans as before.
+config.json yields FLOPs. Only measurements show the time of a squared token (attention) relative to a token
+(matrix products), and a pipeline's fixed cost and shares. Checkpoints keep the fit, so that a resumed run
+plans as before.
 """
 
 from collections import deque
@@ -24,13 +25,16 @@ MOST_MEASUREMENTS = 4096
 STEPS_BETWEEN_FITS = 10
 
 Measurement = tuple[float, int, float]
-"""Tokens, sum of squared lengths, seconds of one micro-step. An image counts as the tokens of as many FLOPs."""
+"""Tokens, sum of squared lengths, seconds of one micro-step. An image counts as the tokens of as
+many FLOPs.
+"""
 
 
 class CostModelFitter:
     def __init__(self, cost_model: CostModel, *, enabled: bool) -> None:
         """cost_model: until the first fit. enabled: False keeps it, but still reports errors."""
-        self._first, self._enabled = cost_model, enabled
+        self._first = cost_model
+        self._enabled = enabled
         self._fit: CostFit | None = None
         self._stage_seconds = np.zeros(0)
         self._stages = NOT_MEASURED
@@ -62,21 +66,32 @@ class CostModelFitter:
     def stages(self) -> StageTimes:
         return self._stages
 
-    def observe(self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()) -> dict[str, float]:
+    def observe(
+        self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()
+    ) -> dict[str, float]:
         """Add all ranks' micro-steps of a step, and fit again every STEPS_BETWEEN_FITS steps.
 
-        stage_seconds: see `seconds_of_stages`. Returns `predicted_time_error`, the root mean square of predicted /
-        measured - 1 over the step's updates, by the model that planned them, or empty without updates.
+        stage_seconds: see `seconds_of_stages`. Returns `predicted_time_error`, the root mean square of
+        predicted / measured - 1 over the step's updates, by the model that planned them, or empty without
+        updates.
         """
-        found = [(self._tokens(t), t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
+        found = [
+            (self._tokens(t), t.squared_tokens, t.seconds)
+            for t in micro_steps
+            if t.name == UPDATE and t.tokens
+        ]
         if not found:
             return {}
         error = fit_error(self._fit, found) if self._fit else scaled_error(self._first, found)
         self._measured.extend(found)
-        self._stage_seconds = np.asarray(stage_seconds) + (self._stage_seconds if len(self._stage_seconds) else 0.0)
+        self._stage_seconds = np.asarray(stage_seconds) + (
+            self._stage_seconds if len(self._stage_seconds) else 0.0
+        )
         self._steps += 1
         if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
-            with suppress(CostModelError):  # similar micro-batches cannot identify both terms, so the model stays
+            with suppress(
+                CostModelError
+            ):  # similar micro-batches cannot identify both terms, so the model stays
                 fit, first = CostModel.fit_sums(*zip(*self._measured, strict=True)), self._first
                 images = first.with_images(fit.model.linear / first.linear)
                 model = replace(images, linear=fit.model.linear, quadratic=fit.model.quadratic, unit="second")
@@ -98,7 +113,9 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
 
 
 def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:
-    """Return the seconds of all updates on each stage, from micro-steps by actor, one number without stages."""
+    """Return the seconds of all updates on each stage, from micro-steps by actor, one number
+    without stages.
+    """
     seconds: dict[int, float] = {}
     for actor, found in times.items():
         stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)

@@ -38,8 +38,9 @@ def prefix_columns(
 ) -> dict[str, Integers]:
     """Return the arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
 
-    prompts: int64 [B], equal for equal prompts. prompt_tokens, lengths: int64 [B], of prompt and whole sample. hashes:
-    objects [B], bytes from `workers.engine.prefix_hashes`. minimum: `model.min_shared_tokens`.
+    prompts: int64 [B], equal for equal prompts. prompt_tokens, lengths: int64 [B], of prompt and whole
+    sample. hashes: objects [B], bytes from `workers.engine.prefix_hashes`. minimum:
+    `model.min_shared_tokens`.
     """
     own = lengths - prompt_tokens
     fewest = np.maximum(fewest_worth_sharing(own), minimum)
@@ -67,7 +68,12 @@ def _table(hashes: np.ndarray) -> Integers:
 
 
 def _depths(
-    table: Integers, rows: Integers, groups: Integers, prompt_tokens: Integers, own: Integers, fewest: Integers
+    table: Integers,
+    rows: Integers,
+    groups: Integers,
+    prompt_tokens: Integers,
+    own: Integers,
+    fewest: Integers,
 ) -> Integers:
     alike = np.zeros(len(rows), np.int64)
     if table.shape[1]:
@@ -85,8 +91,8 @@ MINI_BATCHES = 1  # separates this random stream from the data order's
 
 @dataclass(frozen=True)
 class StageTimes:
-    """overhead: seconds of a micro-step beyond its workload, over all stages. shares: of each stage in the total time,
-    rounded to two digits to keep plans stable.
+    """overhead: seconds of a micro-step beyond its workload, over all stages. shares: of each stage in the
+    total time, rounded to two digits to keep plans stable.
     """
 
     overhead: float = 0.0
@@ -99,25 +105,29 @@ NOT_MEASURED = StageTimes()
 def draw_mini_batches(
     sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Randomly split row numbers into mini-batches whose sizes differ by at most one, or fewer if rows are few.
+    """Randomly split row numbers into mini-batches whose sizes differ by at most one, or fewer if rows are
+    few.
 
-    Deterministic in the run's `seed`, `step` and `epoch` (pass over the step's samples, from 0). groups: int64
-    [sequences], whose groups stay whole, with counts that differ by at most one. Returns ascending int64
-    arrays.
+    Deterministic in the run's `seed`, `step` and `epoch` (pass over the step's samples, from 0). groups:
+    int64 [sequences], whose groups stay whole, with counts that differ by at most one. Returns ascending
+    int64 arrays.
     """
     rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
     names = np.arange(sequences) if groups is None else np.unique(groups)
     parts = np.array_split(rng.permutation(len(names)), min(mini_batches, len(names)))
-    return [np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, names[part])) for part in parts]
+    return [
+        np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, names[part])) for part in parts
+    ]
 
 
 def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
     """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B].
 
-    If samples have several rows, also `sample_tokens`, those of its sample, and `mini_batch_samples`, the samples with
-    a loss token.
+    If samples have several rows, also `sample_tokens`, those of its sample, and `mini_batch_samples`, the
+    samples with a loss token.
     """
-    tokens, groups = batch["response_tokens"], batch["group_number"]
+    tokens = batch["response_tokens"]
+    groups = batch["group_number"]
     samples = batch.columns.get("sample_number", np.arange(len(batch)))
     found = {name: np.zeros_like(tokens) for name in ("group_tokens", "sample_tokens", "mini_batch_samples")}
     for rows in mini_batches:
@@ -134,25 +144,33 @@ def counted_costs(config: TrainingConfig) -> CostModel:
         return CostModel.from_model_config(config.model_description(), train_vision=config.model.train_vision)
     except CostModelError as error:
         raise ConfigError(
-            f"model.path={config.model.path}: {error} Plans weigh sequences by the sizes in its config.json. Add the "
-            "field there: transformers and vLLM pass over a name that they do not know."
+            f"model.path={config.model.path}: {error} Plans weigh sequences by the sizes in its "
+            "config.json. Add the field there: transformers and vLLM pass over a name that they do not "
+            "know."
         ) from None
 
 
 def images_of(batch: "RemoteBatch") -> list[list[tuple[int, int]]] | None:
     """Return the argument `images` of `plan_batch`."""
     column = batch.columns.get("images")
-    return None if column is None else [[(int(each.first), each.tokens) for each in placed] for placed in column]
+    return (
+        None if column is None else [[(int(each.first), each.tokens) for each in placed] for placed in column]
+    )
 
 
 def plan_arguments(
-    config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None, stages: StageTimes = NOT_MEASURED
+    config: TrainingConfig,
+    of: str,
+    prefixes: Mapping[str, Any] | None = None,
+    stages: StageTimes = NOT_MEASURED,
 ) -> dict[str, Any]:
     """Return the arguments of `balancing.plan_batch` besides the batch.
 
     of: a pass in `config.limits`. prefixes: from `prefix_columns`.
     """
-    limits, policy, balance = config.limits[of], config.policy, config.balance
+    limits = config.limits[of]
+    policy = config.policy
+    balance = config.balance
     degrees = context_degrees(config)
     arguments: dict[str, Any] = {
         "ranks": config.planned_ranks,
@@ -172,7 +190,9 @@ def plan_arguments(
 
 
 def context_degrees(config: TrainingConfig) -> ContextDegrees | None:
-    """Return the degrees of micro-steps, or None if all ranks of a context-parallel group share every sequence."""
+    """Return the degrees of micro-steps, or None if all ranks of a context-parallel group share every
+    sequence.
+    """
     parallel = config.policy.parallel
     if parallel.context_parallel_degree == "fixed":
         return None
@@ -181,11 +201,13 @@ def context_degrees(config: TrainingConfig) -> ContextDegrees | None:
     return ContextDegrees(parallel.context_parallel, share, ring)
 
 
-def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
+def pipeline_of(
+    config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED
+) -> Pipeline | None:
     """Return the stages of the training roles' models, or None without a pipeline.
 
-    trains: whether backward passes follow, which cost two forward passes (and what checkpointing repeats). measured: of
-    updates. It assumes that all parts of a stage cost the same.
+    trains: whether backward passes follow, which cost two forward passes (and what checkpointing repeats).
+    measured: of updates. It assumes that all parts of a stage cost the same.
     """
     parallel = config.policy.parallel
     if parallel.pipeline_parallel == 1:
@@ -205,9 +227,13 @@ def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = 
 class Planner:
     """Plans for the data-parallel ranks, which all training roles share."""
 
-    def __init__(self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED) -> None:
+    def __init__(
+        self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED
+    ) -> None:
         """stages: measured times, which need a `cost_model` in seconds."""
-        self.config, self.cost_model, self.stages = config, cost_model, stages
+        self.config = config
+        self.cost_model = cost_model
+        self.stages = stages
         self._sharing: dict[str, bool] = {}
 
     def forward_plan(self, batch: "RemoteBatch", of: str) -> Plan:
@@ -216,9 +242,10 @@ class Planner:
     def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
         """Assign every sequence to a rank and a micro-step. Mini-batches stay as drawn.
 
-        batch: light columns `length`, `response_tokens` and, for losses that divide by groups, `group_number`. of: a
-        pass in `config.limits`, such as `policy.update`. If sequences are too few for the configured micro-batch
-        counts, the smallest mini-batch limits them. Pipeline stages add empty ones.
+        batch: light columns `length`, `response_tokens` and, for losses that divide by groups,
+        `group_number`. of: a pass in `config.limits`, such as `policy.update`. If sequences are too few for
+        the configured micro-batch counts, the smallest mini-batch limits them. Pipeline stages add empty
+        ones.
         """
         plan = partial(
             plan_batch,
@@ -233,7 +260,9 @@ class Planner:
         try:
             return plan(**arguments)
         except CountError:
-            pipeline = arguments["pipeline"] and replace(arguments["pipeline"], virtual_stages=1, stage_shares=None)
+            pipeline = arguments["pipeline"] and replace(
+                arguments["pipeline"], virtual_stages=1, stage_shares=None
+            )
             fewest = min(arguments["min_count"], *map(len, mini_batches))
             return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
 

@@ -1,4 +1,5 @@
-"""Checks and printed pages before a run starts. Imports neither torch nor Ray, so a mistyped key is found in a second.
+"""Checks and printed pages before a run starts. Imports neither torch nor Ray, so a mistyped key is found in
+a second.
 
     command line --arguments--> file, overrides --controller.config--> Config
     Config --checks: training_checks, algorithm_checks, ...--> nothing, or one line that says what to change

@@ -44,7 +44,9 @@ class Command:
     @property
     def usage(self) -> str:
         dry_run = (
-            "--dry-run [--all] [--cluster NODES [--no-measure]]" if self.describes_clusters else "--dry-run [--all]"
+            "--dry-run [--all] [--cluster NODES [--no-measure]]"
+            if self.describes_clusters
+            else "--dry-run [--all]"
         )
         return f"python -m {self.module} --config FILE [{dry_run}] [-v] [key.sub=value ...]"
 
@@ -62,8 +64,8 @@ FIT = Command(
 class Arguments:
     """A parsed command line with unread overrides.
 
-    cluster: value of --cluster. measure: whether to measure GPU memory. everything: whether a dry run prints all
-    settings. time: how time is predicted.
+    cluster: value of --cluster. measure: whether to measure GPU memory. everything: whether a dry run prints
+    all settings. time: how time is predicted.
     """
 
     config: tuple[Path, ...]
@@ -102,8 +104,8 @@ class _PrintSettings(argparse.Action):
 def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -> Arguments:
     """Parse a command line, by default the process's.
 
-    Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run, and for
-    --no-measure without --cluster. SystemExit(0) after --help and --settings.
+    Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run, and
+    for --no-measure without --cluster. SystemExit(0) after --help and --settings.
     """
     # Intermixed, so that overrides may come before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
@@ -121,7 +123,9 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
             "Add --dry-run --cluster."
         )
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
-    return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all, time)
+    return Arguments(
+        tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all, time
+    )
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -129,7 +133,10 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         prog=f"python -m {command.module}",
         usage=command.usage,
         description=f"{command.description} Relative paths start at the working directory.",
-        epilog=f"Sections of settings: {', '.join(section_names(command.schema))}. --settings explains every key.",
+        epilog=(
+            f"Sections of settings: {', '.join(section_names(command.schema))}. --settings explains every "
+            "key."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -141,12 +148,19 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         help="YAML file of settings. Repeat --config for several files, of which the last wins",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where, and start nothing"
+        "--dry-run",
+        action="store_true",
+        help=f"{command.tries}, print what would run and where, and start nothing",
     )
-    parser.add_argument("--all", action="store_true", help="with --dry-run: print every setting, not only changed ones")
+    parser.add_argument(
+        "--all", action="store_true", help="with --dry-run: print every setting, not only changed ones"
+    )
     if command.describes_clusters:
         parser.add_argument(
-            "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement, memory and time on {FORM}"
+            "--cluster",
+            default="",
+            metavar="NODES",
+            help=f"with --dry-run: placement, memory and time on {FORM}",
         )
         parser.add_argument(
             "--no-measure",
@@ -156,7 +170,11 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         )
         _add_time_options(parser)
     parser.add_argument(
-        "--settings", action=_PrintSettings, nargs=0, const=command.schema, help="print every setting and exit"
+        "--settings",
+        action=_PrintSettings,
+        nargs=0,
+        const=command.schema,
+        help="print every setting and exit",
     )
     parser.add_argument(
         "-v",
@@ -166,7 +184,9 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         default=[],
         help="show imbalances and mismatch of every step",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+    )
     return parser
 
 

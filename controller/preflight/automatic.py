@@ -14,17 +14,25 @@ from workers.model.rules.model_rules import compiles, kernel_problem
 
 
 def automatic_choices(config: TrainingConfig) -> dict[str, str]:
-    """Return what each setting chooses that is `auto` and has an effect. Raises ConfigError without a model."""
-    automatic = [setting.key for setting in settings(config) if setting.default == "auto" and setting.key in CHOICES]
+    """Return what each setting chooses that is `auto` and has an effect. Raises ConfigError
+    without a model.
+    """
+    automatic = [
+        setting.key for setting in settings(config) if setting.default == "auto" and setting.key in CHOICES
+    ]
     chosen = {key: CHOICES[key](config) for key in automatic}
     return {key: choice for key, choice in chosen.items() if choice}
 
 
 def _attention(config: TrainingConfig) -> str:
     """Name the kernels in order of preference. Workers take the first that their card and packages have."""
-    if config.policy.parallel.context_parallel > 1 and config.policy.parallel.context_parallel_method == "ring":
+    if (
+        config.policy.parallel.context_parallel > 1
+        and config.policy.parallel.context_parallel_method == "ring"
+    ):
         return ""  # ring attention has kernels of its own
-    layout, half = config.model.attention_layout(shared=config.shares_model), config.compute_dtype == "bfloat16"
+    layout = config.model.attention_layout(shared=config.shares_model)
+    half = config.compute_dtype == "bfloat16"
     features = features_of_file(config.model_description())
     able = [
         kernel

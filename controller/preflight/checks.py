@@ -2,8 +2,8 @@
 
     check(config) --> nothing, or ConfigError: one line that names the settings and what to change
 
-Nothing is imported or started: checks read config.json of models and parse reward functions. Ray's resources are
-checked later, when the placement groups are reserved.
+Nothing is imported or started: checks read config.json of models and parse reward functions. Ray's resources
+are checked later, when the placement groups are reserved.
 """
 
 import re
@@ -77,7 +77,9 @@ def _check_functions(config: Config, given: GivenFunctions) -> None:
                 check_function(key, name)
     with problems.collecting():
         if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
-            raise ConfigError("algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function.")
+            raise ConfigError(
+                "algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function."
+            )
     problems.raise_all()
 
 
@@ -116,8 +118,8 @@ def _check_temperature(config: Config) -> None:
 def _check_overlong(config: Config) -> None:
     if config.reward.overlong_tokens >= config.longest_response:
         raise ConfigError(
-            f"reward.overlong_tokens={config.reward.overlong_tokens}: it punishes every response. Set it below "
-            f"{response_limit(config)}={config.longest_response}."
+            f"reward.overlong_tokens={config.reward.overlong_tokens}: it punishes every response. Set it "
+            f"below {response_limit(config)}={config.longest_response}."
         )
 
 
@@ -137,8 +139,8 @@ def _check_devices(config: Config) -> None:
     fits = fits_device(placement, has_gpu=config.uses_gpus)
     if not fits and not config.uses_gpus:
         raise ConfigError(
-            f"rollout.placement={placement} needs GPUs and resources.device={config.resources.device} gives none here. "
-            "Set rollout.placement=auto, or resources.device=cuda for a cluster with GPUs."
+            f"rollout.placement={placement} needs GPUs and resources.device={config.resources.device} gives "
+            "none here. Set rollout.placement=auto, or resources.device=cuda for a cluster with GPUs."
         )
     if not fits:
         raise ConfigError(
@@ -148,24 +150,28 @@ def _check_devices(config: Config) -> None:
     if placement == "colocated" and config.rollout.max_staleness:
         raise ConfigError(
             f"rollout.max_staleness={config.rollout.max_staleness} generates while the policy trains, but "
-            "rollout.placement=colocated has them take turns on the same GPUs. Set rollout.placement=apart, or "
-            "rollout.max_staleness=0."
+            "rollout.placement=colocated has them take turns on the same GPUs. Set "
+            "rollout.placement=apart, or rollout.max_staleness=0."
         )
     engine_gpus = config.engines * config.rollout.tensor_parallel
     if placement == "colocated" and engine_gpus > config.training_workers:
         raise ConfigError(
             f"rollout.replicas * rollout.tensor_parallel = {engine_gpus} GPUs are more than the "
-            f"{config.training_workers} of the policy that they share. Lower them, raise policy.data_parallel, or set "
-            "rollout.placement=apart."
+            f"{config.training_workers} of the policy that they share. Lower them, raise "
+            "policy.data_parallel, or set rollout.placement=apart."
         )
 
 
 def _check_reward_models(model: RewardModelConfig) -> None:
     if model.path and model.paths:
-        raise ConfigError(f"reward.model.path={model.path}: reward.model.paths names models too. Set one of the two.")
+        raise ConfigError(
+            f"reward.model.path={model.path}: reward.model.paths names models too. Set one of the two."
+        )
     if unknown := sorted(model.weights.keys() - model.paths.keys()):
         known = ", ".join(model.paths)
-        raise ConfigError(f"reward.model.weights.{unknown[0]}: reward.model.paths has only {known}. Correct the name.")
+        raise ConfigError(
+            f"reward.model.weights.{unknown[0]}: reward.model.paths has only {known}. Correct the name."
+        )
     for name, weight in model.named_weights.items():
         key = f"weights.{name}" if name in model.weights else "weight"
         if weight == 0:
@@ -180,8 +186,8 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     by_model = config.uses_reward_model or config.uses_judge
     if ways > 1 or not (ways or played or by_model or config.algorithm.advantage == "none"):
         raise ConfigError(
-            "one of reward.function and reward.functions (several, by weight) must be set, and not both. None is "
-            "needed with rollout.environment, an agent, reward.model.path, reward.judge.model and "
+            "one of reward.function and reward.functions (several, by weight) must be set, and not both. "
+            "None is needed with rollout.environment, an agent, reward.model.path, reward.judge.model and "
             "algorithm.advantage=none."
         )
     problems = Problems()
@@ -199,13 +205,16 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
                 check_reward_function(key, function)
             other = names.setdefault(function.rpartition(":")[2], function)
             if other != function:
-                raise ConfigError(f"{key}: {other} and {function} have the same name in metrics. Rename one of them.")
+                raise ConfigError(
+                    f"{key}: {other} and {function} have the same name in metrics. Rename one of them."
+                )
     problems.raise_all()
 
 
 def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:
     """Run the part of `check` that sampling needs. config: narrowed."""
-    samples, temperature = config.rollout.samples_per_prompt, f"{config.sampling_key}.temperature"
+    samples = config.rollout.samples_per_prompt
+    temperature = f"{config.sampling_key}.temperature"
     problems = Problems()
     with problems.collecting():
         if samples > 1 and config.rollout.sampling.temperature == 0:

@@ -2,8 +2,8 @@
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 
-Each bundle takes the first node with room, and ranks take bundles as in a run (`actors.placement`). Ray may begin with
-another node.
+Each bundle takes the first node with room, and ranks take bundles as in a run (`actors.placement`). Ray may
+begin with another node.
 """
 
 import os
@@ -35,7 +35,8 @@ FIGURES = ("gpu_gib", "tflops", "bandwidth", "link", "network")
 class Cluster:
     """Equal nodes. gpus, cpus, memory_gib: of one node, memory_gib 0 if unknown. gpu_gib: of one GPU.
 
-    gpu: its name in `balancing.time_model`, empty if unknown. Others: its figures if they differ, see `Machine`.
+    gpu: its name in `balancing.time_model`, empty if unknown. Others: its figures if they differ, see
+    `Machine`.
     """
 
     nodes: int
@@ -59,7 +60,8 @@ class Placement:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse `nodes=8,gpus=8,gpu=H100,cpus=96`. A known GPU has its memory, and CPUS_OF_GPU CPUs if none are given.
+    """Parse `nodes=8,gpus=8,gpu=H100,cpus=96`. A known GPU has its memory, and CPUS_OF_GPU CPUs if none are
+    given.
 
     Raises ConfigError for other forms.
     """
@@ -74,7 +76,9 @@ def parse_cluster(text: str) -> Cluster:
             raise ConfigError(f"--cluster: {shortened(part, 40)!r} is none of {known}. Write {FORM}.")
         number = float(match.group(2))
         if number > LARGEST_FIGURE or (not number and match.group(1) in FIGURES):
-            raise ConfigError(f"--cluster: {shortened(part, 40)}: must be above 0 and at most {LARGEST_FIGURE:,.0f}.")
+            raise ConfigError(
+                f"--cluster: {shortened(part, 40)}: must be above 0 and at most {LARGEST_FIGURE:,.0f}."
+            )
         _set_once(numbers, match.group(1), int(number) if number.is_integer() else number)
     if name := numbers.get("gpu"):
         numbers = {"gpu_gib": _gib_of(name), "cpus": CPUS_OF_GPU * numbers.get("gpus", 0)} | numbers
@@ -85,7 +89,9 @@ def parse_cluster(text: str) -> Cluster:
             f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole. Write {FORM}."
         )
     if numbers["nodes"] * max(1, numbers.get("gpus", 0)) > LARGEST_NODES:
-        raise ConfigError(f"--cluster: {shortened(text, 60)}: more than {LARGEST_NODES:,} GPUs or nodes. Give fewer.")
+        raise ConfigError(
+            f"--cluster: {shortened(text, 60)}: more than {LARGEST_NODES:,} GPUs or nodes. Give fewer."
+        )
     return Cluster(**numbers)
 
 
@@ -104,7 +110,8 @@ def _gib_of(gpu: str) -> float:
 
 def run_on(config: Config, cluster: Cluster) -> None:
     """Expect devices, models and data on the cluster. Say which settings of CPUs it leaves out."""
-    config.is_described, config.described_gpus = True, cluster.nodes * cluster.gpus
+    config.is_described = True
+    config.described_gpus = cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
     for found in settings(Config()) if cluster.gpus else ():
@@ -116,14 +123,20 @@ def run_on(config: Config, cluster: Cluster) -> None:
 
 
 def place(config: Config, cluster: Cluster) -> Placement:
-    """Find the node of every rank. Raises ConfigError, naming the missing resource, if the run does not fit."""
+    """Find the node of every rank. Raises ConfigError, naming the missing resource, if the run
+    does not fit.
+    """
     free = [{"CPU": cluster.cpus, "GPU": float(cluster.gpus)} for _ in range(cluster.nodes)]
     placed = {}
     for pool in pools(config):
-        nodes = [_take(free, b, f"bundle {i} of pool {pool.name}", cluster) for i, b in enumerate(pool.bundles)]
+        nodes = [
+            _take(free, b, f"bundle {i} of pool {pool.name}", cluster) for i, b in enumerate(pool.bundles)
+        ]
         placed[pool.name] = tuple(nodes[bundle] for bundle in _bundle_of_rank(pool, nodes))
     reward = next(request for request in role_requests(config) if not request.pool)
-    rewards = tuple(_take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster) for i in range(reward.actors))
+    rewards = tuple(
+        _take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster) for i in range(reward.actors)
+    )
     return Placement(placed, rewards)
 
 
@@ -135,8 +148,9 @@ def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> in
             return node
     asked = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
     raise ConfigError(
-        f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}. Describe more "
-        "nodes, or lower policy.data_parallel, rollout.replicas, rollout.tensor_parallel or resources.cpus_per_worker."
+        f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}. "
+        "Describe more nodes, or lower policy.data_parallel, rollout.replicas, rollout.tensor_parallel or "
+        "resources.cpus_per_worker."
     )
 
 
@@ -149,7 +163,9 @@ def _bundle_of_rank(pool: Pool, nodes: list[int]) -> tuple[int, ...]:
 
 def cluster_in_words(cluster: Cluster) -> str:
     gpus = f"{cluster.gpus} GPUs of {cluster.gpu_gib:g} GiB and " if cluster.gpus else ""
-    return f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with {gpus}{cluster.cpus:g} CPUs each"
+    return (
+        f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with {gpus}{cluster.cpus:g} CPUs each"
+    )
 
 
 def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, list[int]]:
@@ -195,22 +211,25 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
             else "policy.data_parallel"
         )
         raise ConfigError(
-            f"the run asks for {asked:g} GPUs and this machine has {config.gpus}. Lower {settings}, {ELSEWHERE}."
+            f"the run asks for {asked:g} GPUs and this machine has {config.gpus}. Lower {settings}, "
+            f"{ELSEWHERE}."
         )
 
 
 def _check_cpus(config: Config) -> None:
-    cores, engines = len(os.sched_getaffinity(0)), config.engines
+    cores = len(os.sched_getaffinity(0))
+    engines = config.engines
     if engines > cores:
         raise ConfigError(
-            f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and each needs "
-            f"one. Lower it, {ELSEWHERE}."
+            f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and "
+            f"each needs one. Lower it, {ELSEWHERE}."
         )
-    caches, memory = engines * config.rollout.cpu_kv_cache_gib, memory_gib()
+    caches = engines * config.rollout.cpu_kv_cache_gib
+    memory = memory_gib()
     if caches > memory:
         raise ConfigError(
-            f"rollout.replicas * rollout.cpu_kv_cache_gib = {caches:g} GiB of KV cache are more than the {memory:.1f} "
-            f"GiB of this machine. Lower them, {ELSEWHERE}."
+            f"rollout.replicas * rollout.cpu_kv_cache_gib = {caches:g} GiB of KV cache are more than the "
+            f"{memory:.1f} GiB of this machine. Lower them, {ELSEWHERE}."
         )
 
 

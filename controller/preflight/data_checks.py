@@ -38,9 +38,12 @@ def check_data(config: Config) -> None:
 
 
 def _check_named_data(config: Config) -> None:
-    data, key = config.data, "data.sources" if config.data.sources else "data.train"
+    data = config.data
+    key = "data.sources" if config.data.sources else "data.train"
     if bool(data.train) == bool(data.sources):
-        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
+        raise ConfigError(
+            "one of data.train and data.sources (several, by weight) must be set, and not both."
+        )
     if not data.prompt_key:
         raise ConfigError("data.prompt_key='': names no column. Set it to the column with the prompt.")
     problems = Problems()
@@ -63,24 +66,29 @@ def _check_records(config: Config, key: str, path: str) -> None:
     if is_elsewhere(config, path):
         return
     record = first_record(key, path, config.data.prompt_key, config.data.image_key)
-    environment, source_key = config.rollout.environment, config.data.source_key
+    environment = config.rollout.environment
+    source_key = config.data.source_key
     problems = Problems()
     with problems.collecting():
         _check_prompt(config, f"{key}: the prompts of {path}", record[config.data.prompt_key])
     with problems.collecting():
         if package_of(environment) and TASK not in record:
-            raise ConfigError(f"rollout.environment={environment}: {path} has other tasks. Set {key}={environment}.")
+            raise ConfigError(
+                f"rollout.environment={environment}: {path} has other tasks. Set {key}={environment}."
+            )
     with problems.collecting():
         if source_key and source_key not in record:
-            raise ConfigError(f"{key}: the first record of {path} has no column data.source_key={source_key!r}.")
+            raise ConfigError(
+                f"{key}: the first record of {path} has no column data.source_key={source_key!r}."
+            )
     problems.raise_all()
 
 
 def _check_sampler(config: Config) -> None:
     if config.data.sampler and config.data.sources:
         raise ConfigError(
-            f"data.sampler={config.data.sampler}: it chooses records of one source, and data.sources mixes several. "
-            "Set data.train."
+            f"data.sampler={config.data.sampler}: it chooses records of one source, and data.sources mixes "
+            "several. Set data.train."
         )
 
 
@@ -92,13 +100,16 @@ def is_elsewhere(config: Config, path: str) -> bool:
 def check_image_pixels(pixels: ImagePixelsConfig) -> None:
     """Raise ConfigError if no size is between the fewest and the most pixels."""
     if pixels.min > pixels.max:
-        raise ConfigError(f"data.image_pixels.min={pixels.min}: above data.image_pixels.max={pixels.max}. Lower it.")
+        raise ConfigError(
+            f"data.image_pixels.min={pixels.min}: above data.image_pixels.max={pixels.max}. Lower it."
+        )
 
 
 def _check_prompt(config: Config, which: str, prompt: Any) -> None:
     if isinstance(prompt, list) and _lacks_template(config):
         raise ConfigError(
-            f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
+            f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat "
+            "template."
         )
     if isinstance(prompt, str) and config.data.system_prompt:
         raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages. Remove it.")
@@ -130,6 +141,8 @@ def first_record(key: str, path: str, prompt_key: str = "", image_key: str = "")
 def check_column_names(names: Sequence[str]) -> None:
     for name in names:
         if name in RESERVED:
-            raise ConfigError(f"algorithm.loss.columns: the name {name!r} is reserved. Rename the records' column.")
+            raise ConfigError(
+                f"algorithm.loss.columns: the name {name!r} is reserved. Rename the records' column."
+            )
         if names.count(name) > 1:
             raise ConfigError(f"algorithm.loss.columns names {name!r} twice. Name it once.")

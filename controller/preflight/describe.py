@@ -20,7 +20,11 @@ from controller.preflight.describe_fit import fits_lines
 
 def describe(config: TrainingConfig, *, everything: bool = False) -> str:
     """Write the page of `--dry-run` for a checked configuration. everything: include default settings."""
-    title = "configuration" if everything else "configuration, where it differs from the defaults (--all: everything)"
+    title = (
+        "configuration"
+        if everything
+        else "configuration, where it differs from the defaults (--all: everything)"
+    )
     sections = {
         title: (to_yaml(config) if everything else changed_yaml(config)).splitlines(),
         "placement": _placement(config),
@@ -60,7 +64,9 @@ def _placement(config: TrainingConfig) -> list[str]:
     lines += [_role_line(request) for request in role_requests(config)]
     engines_beside, shared = config.colocated_engines
     if engines_beside:
-        lines.append(f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other")
+        lines.append(
+            f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other"
+        )
     lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
     return lines + fits_lines(config)
 
@@ -84,10 +90,13 @@ def _role_line(request: RoleRequest) -> str:
 
 
 def _sizes(config: TrainingConfig) -> list[str]:
-    parallel, stages = config.policy.parallel, []
+    parallel = config.policy.parallel
+    stages = []
     if parallel.pipeline_parallel > 1:
         parts = f", {parallel.virtual_stages} parts of the layers each" if parallel.virtual_stages > 1 else ""
-        stages = [f"a model: in {parallel.pipeline_parallel} stages{parts}. Each data-parallel rank has all of them"]
+        stages = [
+            f"a model: in {parallel.pipeline_parallel} stages{parts}. Each data-parallel rank has all of them"
+        ]
     if isinstance(config, OfflineConfig):
         return _offline_sizes(config) + stages
     return _sampling_sizes(config) + stages if isinstance(config, Config) else []
@@ -95,7 +104,11 @@ def _sizes(config: TrainingConfig) -> list[str]:
 
 def _offline_sizes(config: OfflineConfig) -> list[str]:
     count = config.records_per_step * config.sequences_per_record
-    length = f"{config.run.steps} steps" if config.run.steps else f"{counted(config.run.epochs, 'epoch')} of data.train"
+    length = (
+        f"{config.run.steps} steps"
+        if config.run.steps
+        else f"{counted(config.run.epochs, 'epoch')} of data.train"
+    )
     return [
         f"a step: {counted(count, 'sequence')} over {counted(config.policy.data_parallel, 'rank')}, at most "
         f"{count * config.longest_sequence:,} tokens",
@@ -127,8 +140,8 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
     if limits.max_sequences:
         room = min(room, limits.max_sequences)
     return (
-        f"{limits.cap} {limits.max_tokens} >= longest possible sequence {longest}: a micro-batch has room for at least "
-        f"{room} such sequences{patches}"
+        f"{limits.cap} {limits.max_tokens} >= longest possible sequence {longest}: a micro-batch has room "
+        f"for at least {room} such sequences{patches}"
     )
 
 
@@ -137,31 +150,36 @@ def warnings(config: Config) -> list[str]:
     if read_model_files(config.model.path, "model.path").end_of_sequence:
         return []
     return [
-        f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, eos_token_id of "
-        "generation_config.json): every response runs to rollout.sampling.max_new_tokens"
+        f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, "
+        "eos_token_id of generation_config.json): every response runs to rollout.sampling.max_new_tokens"
     ]
 
 
 def _notes(config: TrainingConfig) -> list[str]:
     notes = idle_gpus(config, config.gpus) + (_sampling_notes(config) if isinstance(config, Config) else [])
-    if config.policy.max_tokens_per_micro_batch * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
+    if (
+        config.policy.max_tokens_per_micro_batch * config.policy.parallel.context_parallel
+        < 2 * config.longest_sequence
+    ):
         notes.append(
-            "policy.max_tokens_per_micro_batch is below twice the longest possible sequence. Long sequences leave "
-            "packs half empty"
+            "policy.max_tokens_per_micro_batch is below twice the longest possible sequence. Long "
+            "sequences leave packs half empty"
         )
     return notes
 
 
 def _sampling_notes(config: Config) -> list[str]:
-    sampling, notes = config.rollout.sampling, warnings(config)
+    sampling = config.rollout.sampling
+    notes = warnings(config)
     if not config.uses_gpus and config.model.dtype == "bfloat16":
         notes.append(
-            "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about 0.5"
+            "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about "
+            "0.5"
         )
     if sampling.cuts:
         notes.append(
-            f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from. The trainer's log-probs "
-            "are of the whole one"
+            f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from. The trainer's "
+            "log-probs are of the whole one"
         )
     if sampling.changes:
         notes.append(

@@ -7,7 +7,14 @@ from itertools import groupby
 
 from controller.actors.layout import reserved
 from controller.config import Config
-from controller.preflight.cluster import Cluster, Placement, cluster_in_words, groups_across_nodes, place, roles_on_node
+from controller.preflight.cluster import (
+    Cluster,
+    Placement,
+    cluster_in_words,
+    groups_across_nodes,
+    place,
+    roles_on_node,
+)
 from controller.preflight.memory import (
     Memory,
     check_memory,
@@ -22,7 +29,9 @@ from workers.errors import ConfigError
 
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:
-    """Print placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does not."""
+    """Print placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does
+    not.
+    """
     try:
         placement = place(config, cluster)
     except ConfigError:
@@ -39,7 +48,9 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
     memory = measure(config) if measured else Memory({}, "--no-measure")
     if not memory.roles:
         print(f"not measured: {memory.problem}")
-        print(f"fits: GPUs yes ({reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}), memory unknown")
+        print(
+            f"fits: GPUs yes ({reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}), memory unknown"
+        )
         return
     host = host_memory(config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", [])))
     sizes = ", ".join(f"{role} {each['sizes']['parameters']:,}" for role, each in memory.roles.items())
@@ -63,30 +74,32 @@ def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> l
     across = groups_across_nodes(config, placement)
     if across:
         lines.append(
-            f"note: {across} groups of policy.parallel.context_parallel * tensor_parallel ranks lie on several nodes, "
-            "where every layer waits for the network"
+            f"note: {across} groups of policy.parallel.context_parallel * tensor_parallel ranks lie on "
+            "several nodes, where every layer waits for the network"
         )
     return lines + ([f"note: {note}" for note in _sharding_notes(config, placement)] if cluster.gpus else [])
 
 
 def _sharding_notes(config: Config, placement: Placement) -> list[str]:
     """Say what sharding costs where ranks lie. The default shards over all ranks, as torchtitan's does."""
-    policy, nodes, notes = config.policy, len(set(placement.pools["training"])), []
+    policy = config.policy
+    nodes = len(set(placement.pools["training"]))
+    notes = []
     if policy.parallel.expert_parallel > 1 and nodes == 1:
         notes.append(
-            f"policy.parallel.expert_parallel={policy.parallel.expert_parallel} on one node: nothing hides the "
-            "all-to-alls of a layer, but FSDP2 hides its gathers. Set 1 if memory allows and micro-batches have more "
-            "than about 5,000 tokens"
+            f"policy.parallel.expert_parallel={policy.parallel.expert_parallel} on one node: nothing hides "
+            "the all-to-alls of a layer, but FSDP2 hides its gathers. Set 1 if memory allows and "
+            "micro-batches have more than about 5,000 tokens"
         )
     if policy.parallel.replicate == 1 < nodes and policy.data_parallel % nodes == 0:
         notes.append(
-            f"policy.parallel.replicate=1 gathers each layer over {nodes} nodes. replicate={nodes} gathers within a "
-            f"node, and takes {nodes} times the memory for weights, gradients and optimiser state"
+            f"policy.parallel.replicate=1 gathers each layer over {nodes} nodes. replicate={nodes} gathers "
+            f"within a node, and takes {nodes} times the memory for weights, gradients and optimiser state"
         )
     if policy.parallel.pipeline_parallel > 1 and policy.reshard_after_forward and policy.data_parallel > 1:
         notes.append(
-            "policy.reshard_after_forward=true gathers the layers of a pipeline stage twice a micro-batch. false "
-            "gathers them once a mini-batch, and keeps them on the GPU"
+            "policy.reshard_after_forward=true gathers the layers of a pipeline stage twice a micro-batch. "
+            "false gathers them once a mini-batch, and keeps them on the GPU"
         )
     return notes
 

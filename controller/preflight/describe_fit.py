@@ -1,4 +1,5 @@
-"""Say whether a run fits this machine: by count, and the memory of GPUs by a formula. `describe_cluster` measures it.
+"""Say whether a run fits this machine: by count, and the memory of GPUs by a formula. `describe_cluster`
+measures it.
 
 Config --> GPUs or CPU cores asked, there | GiB of a GPU --training_gib--> GPUs of balancing/time_model/machines.json
 """
@@ -23,7 +24,9 @@ NODE = 8
 
 
 def fits_lines(config: TrainingConfig) -> list[str]:
-    """Write a verdict, or what is known and how to get one. Nothing for a described cluster, which has its own page."""
+    """Write a verdict, or what is known and how to get one. Nothing for a described cluster, which has its
+    own page.
+    """
     if config.is_described:
         return []
     if config.uses_gpus:
@@ -32,11 +35,14 @@ def fits_lines(config: TrainingConfig) -> list[str]:
         return ["fits: unknown until the run asks Ray's cluster. --cluster describes one"]
     engines = config.engines if isinstance(config, Config) else 0
     cores = len(os.sched_getaffinity(0))
-    return [f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {counted(cores, 'CPU core')})"]
+    return [
+        f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {counted(cores, 'CPU core')})"
+    ]
 
 
 def _lines_of_gpus(config: TrainingConfig) -> list[str]:
-    requested, available = int(reserved(config, "GPU")), config.gpus
+    requested = int(reserved(config, "GPU"))
+    available = config.gpus
     nodes = max(1, ceil(requested / NODE))
     if config.joins_cluster:
         verdict = f"unknown until the run asks Ray's cluster for {counted(requested, 'GPU')}"
@@ -52,17 +58,21 @@ def _lines_of_gpus(config: TrainingConfig) -> list[str]:
 
 
 def _memory_lines(config: TrainingConfig) -> list[str]:
-    """Write the memory of a GPU by the formula, if it has all parts: neither images nor states in host memory."""
+    """Write the memory of a GPU by the formula, if it has all parts: neither images nor states in host
+    memory.
+    """
     offloads = [setting.key for setting in settings(config) if setting.key.endswith("cpu_offload")]
     if any(value_of(config, key) not in (False, "none") for key in offloads):
         return []
     try:
-        description, shape = config.model_description(), shape_of(config)
+        description = config.model_description()
+        shape = shape_of(config)
     except BalancingError:  # a model that the formula does not know
         return []
     if "vision_config" in description:
         return []
-    layout, needs = training_layout(config), needs_of(config)
+    layout = training_layout(config)
+    needs = needs_of(config)
     kept, passing = training_gib(shape, layout, needs)
     least = " at least" if config.model.gradient_checkpointing == "auto" else ""
     gpus = [name for name in MACHINES if name != "cpu"]
@@ -72,14 +82,15 @@ def _memory_lines(config: TrainingConfig) -> list[str]:
     if fitting and others:
         verdict += f", not {', '.join(others)}"
     return [
-        f"memory of a GPU by a formula, not measured: training takes{least} {passing:.1f} GiB, {kept:.1f} of them "
-        f"between passes. {verdict}"
+        f"memory of a GPU by a formula, not measured: training takes{least} {passing:.1f} GiB, {kept:.1f} "
+        f"of them between passes. {verdict}"
     ]
 
 
 def _fits_gpu(config: TrainingConfig, shape: ModelShape, layout: Layout, needs: Needs, gib: float) -> bool:
     if isinstance(config, Config) and config.engines:
-        rollout, placement = config.rollout, config.rollout_placement
+        rollout = config.rollout
+        placement = config.rollout_placement
         share = rollout.gpu_share(placement) * gib
         layout = replace(
             layout,

@@ -1,4 +1,5 @@
-"""Write the section "time" of `--dry-run --cluster`: seconds of a step, the run's hours and cost, and what would help.
+"""Write the section "time" of `--dry-run --cluster`: seconds of a step, the run's hours and cost, and what
+would help.
 
 Config, Cluster, TimeOptions --time_inputs--> balancing.time_model.step_time --> lines of the page
 """
@@ -29,7 +30,8 @@ SHOWN_CHANGES = 2
 
 @dataclass(frozen=True)
 class TimeOptions:
-    """Options of the command line. price: of a GPU for an hour. lengths: a run's folder. response_tokens: see DRAWS.
+    """Options of the command line. price: of a GPU for an hour. lengths: a run's folder. response_tokens: see
+    DRAWS.
 
     measured: a run on the same machine, to which the model is fitted.
     """
@@ -41,23 +43,28 @@ class TimeOptions:
 
 
 def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int]) -> None:
-    """Print the section. prompts: lengths of the data's prompts, empty if it is elsewhere. Raises ConfigError."""
+    """Print the section. prompts: lengths of the data's prompts, empty if it is elsewhere. Raises
+    ConfigError.
+    """
     print("\n== time, predicted ==")
     if cluster.gpus and not cluster.gpu:
         print("not predicted: name the card in --cluster, as in gpu=H100")
         return
     problem, told = read_problem(config, cluster, options, prompts)
-    workload, layout = problem.workload, layout_of(config, cluster)
+    workload = problem.workload
+    layout = layout_of(config, cluster)
     found = problem.seconds(layout)
-    tokens, gpus = workload.totals[0], max(layout.gpus, cluster.nodes * cluster.gpus)
+    tokens = workload.totals[0]
+    gpus = max(layout.gpus, cluster.nodes * cluster.gpus)
     tried = {words: problem.seconds(each) for words, each in changes(layout).items()}
     gains = sorted(((found.seconds / each.seconds, words) for words, each in tried.items()), reverse=True)
-    below, shown = "\n" + 11 * " ", [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
+    below = "\n" + 11 * " "
+    shown = [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
     helping = [f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in shown]
     lines = [
         *told,
-        f"tokens: responses {workload.responses.mean():,.0f} on average, at most {workload.responses.max():,.0f}; "
-        f"prompts {workload.prompts.mean():,.0f}",
+        f"tokens: responses {workload.responses.mean():,.0f} on average, at most "
+        f"{workload.responses.max():,.0f}; prompts {workload.prompts.mean():,.0f}",
         *_table(found),
         f"{tokens / found.seconds:,.0f} tokens/s, {tokens / found.seconds / gpus:,.0f} a GPU",
         _run_line(config, found, gpus, options.price),
@@ -72,22 +79,28 @@ def read_problem(
     config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int] = ()
 ) -> tuple[Problem, list[str]]:
     """Return the model, work and machine of a run, and lines that name their sources. Raises ConfigError."""
-    machine, efficiency = machine_of(cluster), Efficiency()
+    machine = machine_of(cluster)
+    efficiency = Efficiency()
     told = f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"
     if options.measured:
         machine, efficiency, told = fitted_to(options.measured, machine)
     responses = drawn_lengths(options.response_tokens, config.longest_response)
-    source = options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
+    source = (
+        options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
+    )
     if options.lengths:
         responses, recorded = recorded_lengths(options.lengths)
-        prompts, source = prompts or recorded, f"those of {options.lengths}"
+        prompts = prompts or recorded
+        source = f"those of {options.lengths}"
     prompts = prompts or [config.data.max_prompt_tokens // 2]
     workload = workload_of(config, responses, prompts)
     return Problem(shape_of(config), workload, machine, efficiency), [told, f"responses: {source}"]
 
 
 def _table(found: StepTime) -> list[str]:
-    rows = [(name, phase) for name, phase in found.phases.items() if phase.seconds >= 0.005] + [("step", found.step)]
+    rows = [(name, phase) for name, phase in found.phases.items() if phase.seconds >= 0.005] + [
+        ("step", found.step)
+    ]
     lines = [f"{'seconds of':12}{'predicted':>10}{'from':>10}{'to':>10}"]
     return lines + [f"{name:12}" + "".join(f"{value:10,.2f}" for value in phase) for name, phase in rows]
 
@@ -102,10 +115,17 @@ def _run_line(config: Config, found: StepTime, gpus: int, price: float) -> str:
 
 
 def changes(layout: Layout) -> dict[str, Layout]:
-    """Return layouts of the same GPUs that differ by a setting or two, by their words. Some may not fit into memory."""
-    engines, tp, dp, shared = layout.engines, layout.engine_tp, layout.dp, layout.placement == "colocated"
-    half, nodes = layout.ranks // 2 // tp, layout.ranks // layout.gpus_per_node
-    even, fewer = dp % 2 == 0 and half > 0, f"policy.data_parallel={dp // 2}"
+    """Return layouts of the same GPUs that differ by a setting or two, by their words. Some may not fit into
+    memory.
+    """
+    engines = layout.engines
+    tp = layout.engine_tp
+    dp = layout.dp
+    shared = layout.placement == "colocated"
+    half = layout.ranks // 2 // tp
+    nodes = layout.ranks // layout.gpus_per_node
+    even = dp % 2 == 0 and half > 0
+    fewer = f"policy.data_parallel={dp // 2}"
     apart = {"placement": "apart", "staleness": 1, "dp": dp // 2, "engines": half, "replicate": 1}
     more = {"dp": dp + engines // 2 * tp * dp // layout.ranks, "engines": engines // 2, "replicate": 1}
     less = {"dp": dp // 2, "engines": engines + half, "replicate": 1}
@@ -117,7 +137,11 @@ def changes(layout: Layout) -> dict[str, Layout]:
         (True, "policy.reshard_after_forward=false", {"reshard_after_forward": False}),
         (True, "model.share_prefixes=always", {"shared_prompts": True}),
         (nodes > 1 and dp % nodes == 0, f"policy.parallel.replicate={nodes}", {"replicate": nodes}),
-        (engines % 2 == 0, f"rollout.tensor_parallel={2 * tp}", {"engines": engines // 2, "engine_tp": 2 * tp}),
+        (
+            engines % 2 == 0,
+            f"rollout.tensor_parallel={2 * tp}",
+            {"engines": engines // 2, "engine_tp": 2 * tp},
+        ),
         (tp % 2 == 0, f"rollout.tensor_parallel={tp // 2}", {"engines": engines * 2, "engine_tp": tp // 2}),
         (shared, "rollout.replicas=0", {"engines": layout.ranks // tp}),
         (shared and even, f"rollout.placement=apart, rollout.max_staleness=1, {fewer}", apart),
@@ -127,4 +151,8 @@ def changes(layout: Layout) -> dict[str, Layout]:
     ]
     tried = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
     valid = layout.gpus, True
-    return {name: each for name, each in tried.items() if each != layout and (each.gpus, each.engines > 0) == valid}
+    return {
+        name: each
+        for name, each in tried.items()
+        if each != layout and (each.gpus, each.engines > 0) == valid
+    }

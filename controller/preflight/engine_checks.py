@@ -31,7 +31,11 @@ def response_limit(config: Config) -> str:
 
 
 def check_engine_count(config: Config) -> None:
-    if config.uses_gpus and config.rollout_placement == "apart" and not (config.rollout.replicas or config.gpus):
+    if (
+        config.uses_gpus
+        and config.rollout_placement == "apart"
+        and not (config.rollout.replicas or config.gpus)
+    ):
         raise ConfigError(
             "rollout.replicas=0: the number of GPUs for engines is unknown. Set the number of "
             "engines, or describe the cluster of a dry run (--cluster)."
@@ -40,36 +44,41 @@ def check_engine_count(config: Config) -> None:
 
 def check_lora_policies(config: Config) -> None:
     """Raise ConfigError where engines cannot take the adapters of several LoRA policies."""
-    several, lora = f"model.lora.policies={config.model.lora.policies}", config.model.lora
+    several = f"model.lora.policies={config.model.lora.policies}"
+    lora = config.model.lora
     if lora.policies == 1:
         return
     if lora.rank > LORA_RANKS[-1]:
-        raise ConfigError(f"model.lora.rank={lora.rank}: with {several}, the limit is {LORA_RANKS[-1]}. Lower it.")
+        raise ConfigError(
+            f"model.lora.rank={lora.rank}: with {several}, the limit is {LORA_RANKS[-1]}. Lower it."
+        )
     if config.rollout_placement == "colocated":
         raise ConfigError(
             f"rollout.placement=colocated: engines that sleep lose their adapters, with {several}. Set apart."
         )
     if config.rollout.runs_agent:
-        raise ConfigError(f"{several}: the requests of an agent name no policy. Use rollout.environment or tools.")
+        raise ConfigError(
+            f"{several}: the requests of an agent name no policy. Use rollout.environment or tools."
+        )
 
 
 def check_weight_sync(config: Config) -> None:
     if config.model.train_vision and config.rollout.kv_cache_after_update == "keep":
         raise ConfigError(
-            "rollout.kv_cache_after_update=keep: with model.train_vision=true an update also changes the embeddings of "
-            "images, whose keys and values would stay. Set auto or recompute."
+            "rollout.kv_cache_after_update=keep: with model.train_vision=true an update also changes the "
+            "embeddings of images, whose keys and values would stay. Set auto or recompute."
         )
     if config.rollout.weight_sync == "full":
         return
     if config.rollout_placement == "colocated":
         raise ConfigError(
-            "rollout.weight_sync=delta: engines that share the policy's GPUs (rollout.placement=colocated) drop their "
-            "weights to sleep. Set full, or rollout.placement=apart."
+            "rollout.weight_sync=delta: engines that share the policy's GPUs (rollout.placement=colocated) "
+            "drop their weights to sleep. Set full, or rollout.placement=apart."
         )
     if config.model.dtype == "float32" or (config.model.dtype == "auto" and not config.uses_gpus):
         raise ConfigError(
-            f"rollout.weight_sync=delta: model.dtype={config.model.dtype} is float32 here, and an update changes "
-            "nearly all such weights. Set full, or model.dtype=bfloat16."
+            f"rollout.weight_sync=delta: model.dtype={config.model.dtype} is float32 here, and an update "
+            "changes nearly all such weights. Set full, or model.dtype=bfloat16."
         )
 
 
@@ -98,8 +107,9 @@ def _check_sampling(key: str, sampling: SamplingConfig) -> None:
         )
     if sampling.max_thinking_tokens and sampling.undivided:
         raise ConfigError(
-            f"{key}.{sampling.undivided[0]} needs the whole response in one request, and {key}.max_thinking_tokens="
-            f"{sampling.max_thinking_tokens} samples it in two. Remove one of the two."
+            f"{key}.{sampling.undivided[0]} needs the whole response in one request, and "
+            f"{key}.max_thinking_tokens={sampling.max_thinking_tokens} samples it in two. Remove one of the "
+            "two."
         )
     for name in ("stop", "bad_words"):
         if not all(getattr(sampling, name)):
@@ -109,8 +119,8 @@ def _check_sampling(key: str, sampling: SamplingConfig) -> None:
         raise ConfigError(f"{key}.structured_outputs has {names}. Give one of {', '.join(FORMS)}.")
     if 0 < sampling.temperature < COLDEST:
         raise ConfigError(
-            f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, or set 0 "
-            "(greedy, not in training)."
+            f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, "
+            "or set 0 (greedy, not in training)."
         )
 
 
@@ -120,7 +130,9 @@ def samplings(config: Config) -> dict[str, SamplingConfig]:
 
 
 def check_turns(config: Config) -> None:
-    """Raise ConfigError for a missing environment, tools or agent, unknown parsers, or turns longer than an episode."""
+    """Raise ConfigError for a missing environment, tools or agent, unknown parsers, or turns longer than an
+    episode.
+    """
     rollout = config.rollout
     players = {f"rollout.{name}": getattr(rollout, name) for name in PLAYERS if getattr(rollout, name)}
     if not players:
@@ -142,8 +154,8 @@ def _check_one_player(players: Mapping[str, str]) -> None:
     (key, name), *others = players.items()
     for other, value in others:
         raise ConfigError(
-            f"{key}={name}: {other}={value} plays the same episodes. Remove one of the two. Tools can be called in the "
-            "environment or the agent."
+            f"{key}={name}: {other}={value} plays the same episodes. Remove one of the two. Tools can be "
+            "called in the environment or the agent."
         )
 
 
@@ -156,8 +168,8 @@ def _check_player(key: str, name: str) -> None:
     elif (key, name) == ("rollout.agent", HTTP):
         if len(os.environ.get(GATEWAY_KEY, "")) < SHORTEST_KEY:
             raise ConfigError(
-                f"rollout.agent=http: {GATEWAY_KEY} has fewer than {SHORTEST_KEY} characters. Set this environment "
-                "variable to a secret that agents send."
+                f"rollout.agent=http: {GATEWAY_KEY} has fewer than {SHORTEST_KEY} characters. Set this "
+                "environment variable to a secret that agents send."
             )
     elif name.startswith("reasoning_gym:"):
         raise ConfigError(
@@ -170,19 +182,23 @@ def _check_player(key: str, name: str) -> None:
 
 def _check_whole_turns(config: Config, key: str) -> None:
     if config.data.continue_last_message:
-        raise ConfigError(f"data.continue_last_message=true: {key} plays whole turns. Remove one of the two settings.")
+        raise ConfigError(
+            f"data.continue_last_message=true: {key} plays whole turns. Remove one of the two settings."
+        )
 
 
 def _check_parser(kind: str, name: str) -> None:
     if name and name not in (known := known_parsers(kind)):
-        raise ConfigError(f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}.")
+        raise ConfigError(
+            f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}."
+        )
 
 
 def _check_history(config: Config) -> None:
     if config.rollout.history == "template" and config.needs_one_row:
         raise ConfigError(
-            f"rollout.history=template: {config.needs_one_row} needs a sample in one row, and a chat template that "
-            "rewrites earlier turns makes several. Set keep, or another algorithm."
+            f"rollout.history=template: {config.needs_one_row} needs a sample in one row, and a chat "
+            "template that rewrites earlier turns makes several. Set keep, or another algorithm."
         )
 
 
@@ -192,23 +208,33 @@ def _check_longest_turn(config: Config) -> None:
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(
                 f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "
-                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn. Raise it, or leave it at 0."
+                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn. Raise it, or leave it "
+                "at 0."
             )
 
 
 def _check_agent(config: Config, key: str) -> None:
-    thoughts = {f"{section}.max_thinking_tokens": s.max_thinking_tokens for section, s in samplings(config).items()}
+    thoughts = {
+        f"{section}.max_thinking_tokens": s.max_thinking_tokens for section, s in samplings(config).items()
+    }
     problems = {
         "rollout.history=template": config.rollout.history == "template" and "sends its own history",
         "data.system_prompt": config.data.system_prompt and "writes all messages",
         config.needs_one_row: config.needs_one_row and "makes several rows of a sample",
         "algorithm.advantage=gigpo": config.algorithm.advantage == "gigpo" and "has no states that recur",
-        "reward.overlong_tokens": config.reward.overlong_tokens and "has no limit on the length of a whole session",
-        **{setting: budget and "has each turn sampled in one request" for setting, budget in thoughts.items()},
+        "reward.overlong_tokens": config.reward.overlong_tokens
+        and "has no limit on the length of a whole session",
+        **{
+            setting: budget and "has each turn sampled in one request" for setting, budget in thoughts.items()
+        },
     }
     remove = "Remove one of the two settings"
     raise_all(
-        [ConfigError(f"{setting}: {key} {problem}. {remove}.") for setting, problem in problems.items() if problem]
+        [
+            ConfigError(f"{setting}: {key} {problem}. {remove}.")
+            for setting, problem in problems.items()
+            if problem
+        ]
     )
 
 
@@ -223,13 +249,16 @@ def check_lengths(config: Config) -> None:
         parts = f"rollout.max_model_tokens={longest}"
     check_caps(config, config.limits.values(), longest, parts)
     if config.uses_reward_model and config.data.validation:  # it scores these sequences too
-        key, response = "validation.sampling.max_new_tokens", config.rollout.response_limit(config.validation.sampling)
+        key = "validation.sampling.max_new_tokens"
+        response = config.rollout.response_limit(config.validation.sampling)
         validated = config.data.max_prompt_tokens + response
-        parts = f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {key}={response} = {validated} tokens"
+        parts = (
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {key}={response} = {validated} tokens"
+        )
         check_caps(config, [config.limits["reward_model.scores"]], validated, parts)
     if config.max_model_tokens < config.needed_model_tokens:
         raise ConfigError(
-            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {response_limit(config)} (or validation.sampling) allow. Raise it or "
-            "leave it at 0."
+            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} "
+            f"tokens that data.max_prompt_tokens and {response_limit(config)} (or validation.sampling) "
+            "allow. Raise it or leave it at 0."
         )

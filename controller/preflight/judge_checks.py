@@ -12,12 +12,14 @@ from workers.errors import ConfigError, raise_all
 
 def check_judge(config: Config) -> None:
     """Raise ConfigError for a judge that cannot answer, or whose answers have no effect."""
-    judge, others = config.reward.judge, config.rollout.samples_per_prompt - 1
+    judge = config.reward.judge
+    others = config.rollout.samples_per_prompt - 1
     check_engine_options(judge.engine)
     longest = positions(read_model_files(config.judge_model.path, "reward.judge.model").text)
     if judge.function:
         check_function("reward.judge.parser", judge.function)
-    pairwise, single = judge.form == "pairwise", isinstance(config, SamplerConfig)
+    pairwise = judge.form == "pairwise"
+    single = isinstance(config, SamplerConfig)
     alone = not (config.reward.weights or config.rollout.code or config.uses_reward_model)
     problems = {
         f"weight={judge.weight}": judge.weight == 0 and "the judge has no effect. Remove it",
@@ -25,10 +27,14 @@ def check_judge(config: Config) -> None:
         f"samples={judge.samples}": judge.samples > 1
         and judge.sampling.temperature == 0
         and "answers are equal. Ask for one, or raise reward.judge.sampling.temperature",
-        f"min_grade={judge.min_grade:g}": judge.min_grade >= judge.max_grade and "set it below reward.judge.max_grade",
+        f"min_grade={judge.min_grade:g}": judge.min_grade >= judge.max_grade
+        and "set it below reward.judge.max_grade",
         "form=pairwise": pairwise
         and (single or config.algorithm.advantage == "remax")
-        and "`ballast evaluate`, `ballast generate` and algorithm.advantage=remax score single samples. Set score",
+        and (
+            "`ballast evaluate`, `ballast generate` and algorithm.advantage=remax score single samples. "
+            "Set score"
+        ),
         f"opponents={judge.opponents}": pairwise
         and judge.opponents > others
         and f"a response has {others} others of its prompt. Lower it, or raise rollout.samples_per_prompt",
@@ -38,9 +44,17 @@ def check_judge(config: Config) -> None:
         and "data.validation would always show 0.5. Add a reward function, or remove data.validation",
         f"max_prompt_tokens={judge.max_prompt_tokens}": longest
         and judge.max_tokens > longest
-        and f"with reward.judge.sampling.max_new_tokens it exceeds the judge's {longest} tokens. Lower either",
+        and (
+            f"with reward.judge.sampling.max_new_tokens it exceeds the judge's {longest} tokens. Lower either"
+        ),
     }
-    raise_all([ConfigError(f"reward.judge.{setting}: {problem}.") for setting, problem in problems.items() if problem])
+    raise_all(
+        [
+            ConfigError(f"reward.judge.{setting}: {problem}.")
+            for setting, problem in problems.items()
+            if problem
+        ]
+    )
 
 
 def _has_group(pattern: str) -> bool:

@@ -3,9 +3,10 @@
     Config --request--> workers.model.memory.memory_trace, in a separate process, or the user's cache --> Memory
     Memory, Cluster --memory_lines, check_memory--> lines of the page, or ConfigError
 
-Roles compute in turn: during a pass, a GPU holds the pass and all roles' states. While engines sample, it holds what
-all roles keep, and an engine's share, rollout.gpu_memory_utilization, unless engines have their own GPUs.
-A tenth of a GPU stays free for unmeasured memory: CUDA contexts, NCCL buffers, kernel workspaces, fragmentation.
+Roles compute in turn: during a pass, a GPU holds the pass and all roles' states. While engines sample, it
+holds what all roles keep, and an engine's share, rollout.gpu_memory_utilization, unless engines have their
+own GPUs. A tenth of a GPU stays free for unmeasured memory: CUDA contexts, NCCL buffers, kernel workspaces,
+fragmentation.
 """
 
 import hashlib
@@ -52,7 +53,8 @@ Parts = dict[str, float]
 class Memory:
     """Measured memory of all training roles.
 
-    roles: by role, as `workers.model.memory.memory_trace.trace` returns. problem: why measurements are missing.
+    roles: by role, as `workers.model.memory.memory_trace.trace` returns. problem: why measurements are
+    missing.
     """
 
     roles: dict[str, dict[str, Any]]
@@ -94,15 +96,23 @@ def fit_checkpointing(config: Checked, gpu_gib: float) -> Checked:
     model = config.model
     if model.gradient_checkpointing != "auto" or not gpu_gib:
         return _with(config, "none") if model.gradient_checkpointing == "auto" else config
-    room, needed = USABLE_SHARE * gpu_gib, math.inf
+    room = USABLE_SHARE * gpu_gib
+    needed = math.inf
     for mode in ("selective", "full") if model.activation_offload else ("none", "selective", "full"):
-        memory, lighter = measure(_with(config, mode)), needed
-        needed = max((_total(parts) for name, parts in memory.passes.items() if name.endswith(".update")), default=0.0)
+        memory = measure(_with(config, mode))
+        lighter = needed
+        needed = max(
+            (_total(parts) for name, parts in memory.passes.items() if name.endswith(".update")), default=0.0
+        )
         if memory.problem:
             break
         if needed <= room and lighter < math.inf:
-            layers = {each["sizes"]["layers"] for each in memory.roles.values() if "update" in each["stages"][0]}
-            lighter_layers = int(min(layers) * (room - needed) / (lighter - needed)) if len(layers) == 1 else 0
+            layers = {
+                each["sizes"]["layers"] for each in memory.roles.values() if "update" in each["stages"][0]
+            }
+            lighter_layers = (
+                int(min(layers) * (room - needed) / (lighter - needed)) if len(layers) == 1 else 0
+            )
             return _with(config, mode, min(layers) - lighter_layers if lighter_layers else 0)
         if needed <= room:
             return _with(config, mode)
@@ -116,8 +126,11 @@ def _with(config: Checked, mode: str, layers: int = 0) -> Checked:
 
 
 def measure(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> Memory:
-    """Measure every pass of `config.limits`. Layers of two modes of gradient checkpointing lie between the modes."""
-    mode, count = config.model.gradient_checkpointing, config.model.recompute_num_layers
+    """Measure every pass of `config.limits`. Layers of two modes of gradient checkpointing lie between the
+    modes.
+    """
+    mode = config.model.gradient_checkpointing
+    count = config.model.recompute_num_layers
     heavier = _measure(_with(config, mode), layers)
     if not count or heavier.problem:
         return heavier
@@ -149,7 +162,9 @@ def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
 
 
 def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
-    """Build the request for `workers.model.memory.memory_trace.trace`. layers: the numbers of layers that are built."""
+    """Build the request for `workers.model.memory.memory_trace.trace`. layers: the numbers of layers that are
+    built.
+    """
     loss = config.algorithm.loss if isinstance(config, Config) else LossConfig()
     return {
         "ranks": config.training_workers,
@@ -171,11 +186,14 @@ def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[st
 def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     from workers.model.rules.model_rules import compiles
 
-    key, model = path_setting(role, name), config.models_of(role)[name]
+    key = path_setting(role, name)
+    model = config.models_of(role)[name]
     files = read_model_files(model.path, key)
     description = dict(files.description)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
-    settings["compile"] = "never"  # without checkpointing a compiled layer keeps about 0.7 of what is measured
+    settings["compile"] = (
+        "never"  # without checkpointing a compiled layer keeps about 0.7 of what is measured
+    )
     compiled = compiles(model, config.policy.parallel, cuda=True, images="vision_config" in description)
     if compiled and model.gradient_checkpointing == "selective":
         settings["gradient_checkpointing"] = ATTENTION_KEPT
@@ -193,7 +211,9 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         },
         "cpu_offload": _is_offloaded(config, role),
         "optimizer_offload": _offloads_optimizer(config, role),
-        "optimizer": {name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")}
+        "optimizer": {
+            name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")
+        }
         if role in LEARNING
         else {},
         "images": _images(config, files, role),
@@ -230,7 +250,9 @@ def _section(role: str) -> str:
 
 def _cache_file(asked: Mapping[str, Any]) -> Path:
     """Name an answer by the request and all code that it depends on."""
-    key = hashlib.sha256(json.dumps([asked, *map(version, ("torch", "transformers"))], sort_keys=True).encode())
+    key = hashlib.sha256(
+        json.dumps([asked, *map(version, ("torch", "transformers"))], sort_keys=True).encode()
+    )
     functions = [role["optimizer"].get("function") for role in asked["roles"].values()]
     own = [source_file(function) for function in functions if function]
     for source in sorted([*WORKERS.rglob("*.py"), *filter(None, own)]):
@@ -295,7 +317,9 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
 
 @dataclass(frozen=True)
 class Engine:
-    """GiB of a GPU that an engine takes, and its weights among them. kv_tokens: tokens that fit into the rest."""
+    """GiB of a GPU that an engine takes, and its weights among them. kv_tokens: tokens that fit into the
+    rest.
+    """
 
     share: float
     weights: float
@@ -304,7 +328,8 @@ class Engine:
     @classmethod
     def of(cls, config: Config, memory: Memory, gpu_gib: float) -> "Engine":
         """Of the policy's model in half precision."""
-        share, gpus = config.rollout.gpu_share(config.rollout_placement) * gpu_gib, config.rollout.tensor_parallel
+        share = config.rollout.gpu_share(config.rollout_placement) * gpu_gib
+        gpus = config.rollout.tensor_parallel
         size = memory.roles["policy"]["sizes"]
         weights = 2 * size["parameters"] / gpus / GIB
         return cls(share, weights, max(0, int((share - weights) * GIB * gpus / (size["kv_bytes"] or 1))))
@@ -312,16 +337,20 @@ class Engine:
 
 def memory_lines(config: Config, memory: Memory, host: Parts, cluster: Cluster) -> list[str]:
     """Write the memory of a GPU in every pass and in generation, and of the first node's host."""
-    engine, room = Engine.of(config, memory, cluster.gpu_gib), USABLE_SHARE * cluster.gpu_gib
-    lines = [f"{name.replace('_', ' ').replace('.', ' ')}: {_sum(parts)}" for name, parts in memory.passes.items()]
+    engine = Engine.of(config, memory, cluster.gpu_gib)
+    room = USABLE_SHARE * cluster.gpu_gib
     lines = [
-        f"{line} of {room:.1f} usable" for line in [*lines, f"generation: {_sum(_generating(config, memory, engine))}"]
+        f"{name.replace('_', ' ').replace('.', ' ')}: {_sum(parts)}" for name, parts in memory.passes.items()
+    ]
+    lines = [
+        f"{line} of {room:.1f} usable"
+        for line in [*lines, f"generation: {_sum(_generating(config, memory, engine))}"]
     ]
     limit = f" of {cluster.memory_gib:g}" if cluster.memory_gib else ""
     return [
         *([f"training was not measured: {memory.problem}"] if memory.problem else lines),
-        f"an engine: {engine.weights:.1f} of weights on each GPU, room for {engine.kv_tokens:,} tokens. The longest "
-        f"sequence has {config.max_model_tokens:,}",
+        f"an engine: {engine.weights:.1f} of weights on each GPU, room for {engine.kv_tokens:,} tokens. The "
+        f"longest sequence has {config.max_model_tokens:,}",
         f"host memory of node 0: {_sum(host)}{limit}",
     ]
 
@@ -346,33 +375,37 @@ def _generating(config: Config, memory: Memory, engine: Engine) -> Parts:
 
 
 def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) -> None:
-    """Raise ConfigError, with advice, if the measured memory does not fit the cluster's GPUs and first node."""
-    room, engine = USABLE_SHARE * cluster.gpu_gib, Engine.of(config, memory, cluster.gpu_gib)
+    """Raise ConfigError, with advice, if the measured memory does not fit the cluster's GPUs and
+    first node.
+    """
+    room = USABLE_SHARE * cluster.gpu_gib
+    engine = Engine.of(config, memory, cluster.gpu_gib)
     name, parts = max(memory.passes.items(), key=lambda item: _total(item[1]), default=("", {}))
     if _total(parts) > room:
         largest = max(parts, key=lambda part: parts[part])
         raise ConfigError(
-            f"training needs about {_total(parts):.1f} GiB of a GPU in {name}, {parts[largest]:.1f} of them for "
-            f"{largest}, and {room:.1f} are to be used; {_advice(config, largest, name)}."
+            f"training needs about {_total(parts):.1f} GiB of a GPU in {name}, {parts[largest]:.1f} of them "
+            f"for {largest}, and {room:.1f} are to be used; {_advice(config, largest, name)}."
         )
     if engine.kv_tokens < config.max_model_tokens:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={config.rollout.gpu_share(config.rollout_placement)} gives an engine "
-            f"{engine.share:.1f} GiB of a GPU, its weights take {engine.weights:.1f}, and the rest holds "
-            f"{engine.kv_tokens:,} tokens of the {config.max_model_tokens:,} of one sequence. Raise it, or "
-            "rollout.tensor_parallel."
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_share(config.rollout_placement)} gives an "
+            f"engine {engine.share:.1f} GiB of a GPU, its weights take {engine.weights:.1f}, and the rest "
+            f"holds {engine.kv_tokens:,} tokens of the {config.max_model_tokens:,} of one sequence. Raise "
+            "it, or rollout.tensor_parallel."
         )
     generating = _total(_generating(config, memory, engine))
     if generating > room:
         raise ConfigError(
-            f"generation needs {engine.share:.1f} GiB of a GPU for an engine and {generating - engine.share:.1f} for "
-            f"training states, but {room:.1f} are to be used. Lower rollout.gpu_memory_utilization, share the states "
-            "over more ranks (policy.data_parallel), or set rollout.placement=apart."
+            f"generation needs {engine.share:.1f} GiB of a GPU for an engine and "
+            f"{generating - engine.share:.1f} for training states, but {room:.1f} are to be used. Lower "
+            "rollout.gpu_memory_utilization, share the states over more ranks (policy.data_parallel), or "
+            "set rollout.placement=apart."
         )
     if cluster.memory_gib and _total(host) > cluster.memory_gib:
         raise ConfigError(
-            f"node 0 needs about {_total(host):.1f} GiB of host memory and has {cluster.memory_gib:g}. Use larger "
-            "nodes, or fewer offloaded states on one (policy.cpu_offload)."
+            f"node 0 needs about {_total(host):.1f} GiB of host memory and has {cluster.memory_gib:g}. Use "
+            "larger nodes, or fewer offloaded states on one (policy.cpu_offload)."
         )
 
 

@@ -20,7 +20,9 @@ from workers.errors import ConfigError, Problems, check_together
 
 
 def check_offline(config: OfflineConfig) -> None:
-    """Raise one error for each independent part that cannot work or has no effect, together, in under a second."""
+    """Raise one error for each independent part that cannot work or has no effect, together, in under a
+    second.
+    """
     check_together(
         lambda: check_offline_settings(config),
         lambda: check_attention(config),
@@ -33,7 +35,9 @@ def check_offline(config: OfflineConfig) -> None:
 
 def check_offline_settings(config: OfflineConfig) -> None:
     """Run the part of `check_offline` that does not read models or data."""
-    steps = config.policy.optimizer.total_steps or config.run.steps  # without either number it follows from the data
+    steps = (
+        config.policy.optimizer.total_steps or config.run.steps
+    )  # without either number it follows from the data
     longest = f"data.max_tokens={config.data.max_tokens} tokens"
     check_together(
         lambda: check_settings_have_effect(config),
@@ -50,15 +54,17 @@ def _check_loss_and_head(config: OfflineConfig) -> None:
     if isinstance(config, SftConfig):
         check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
     if config.head == "value" and config.model.lora.rank:
-        raise ConfigError(f"model.lora.rank={config.model.lora.rank}: a reward model's head has no adapter. Set 0.")
+        raise ConfigError(
+            f"model.lora.rank={config.model.lora.rank}: a reward model's head has no adapter. Set 0."
+        )
 
 
 def _check_batch(config: OfflineConfig) -> None:
     sequences = config.records_per_step * config.sequences_per_record
     if config.policy.data_parallel > sequences:
         raise ConfigError(
-            f"policy.data_parallel={config.policy.data_parallel} is more than the {sequences} sequences of a step. "
-            "Lower it, or raise the batch."
+            f"policy.data_parallel={config.policy.data_parallel} is more than the {sequences} sequences of "
+            "a step. Lower it, or raise the batch."
         )
     for name in ("min_micro_batches", "forward_min_micro_batches"):
         check_micro_batches(config, name, sequences, f"{sequences} sequences of a step", "raise the batch")

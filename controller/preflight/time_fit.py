@@ -30,11 +30,15 @@ def fitted_to(folder: Path, machine: Machine) -> tuple[Machine, Efficiency, str]
 
 
 def measured(folder: Path) -> Measured:
-    """Read what a run of `controller.fit` without staleness shows. Raises ConfigError, or DataError without records."""
+    """Read what a run of `controller.fit` without staleness shows. Raises ConfigError, or DataError without
+    records.
+    """
     check_run_folder(folder, "--measured")
     config = load_recorded(folder / "config.yaml")
     if not isinstance(config, Config) or config.rollout.max_staleness:
-        raise ConfigError(f"--measured {folder}: not a run of controller.fit with rollout.max_staleness=0. Give one.")
+        raise ConfigError(
+            f"--measured {folder}: not a run of controller.fit with rollout.max_staleness=0. Give one."
+        )
     run = RunFolder(folder)
     records = [record for record in run.timeline if record["step"] > WARM_UP]
     times = {row["step"]: row for row in run.metrics}
@@ -59,7 +63,9 @@ def _micro_steps(record: Record) -> list[tuple[float, float, float]]:
 
 
 def _step(config: Config, record: Record, times: Record, prompt: int) -> tuple[Workload, float, float]:
-    """Return a step's samples, their seconds, and those outside of engines, micro-steps and weight transfers."""
+    """Return a step's samples, their seconds, and those outside of engines, micro-steps and
+    weight transfers.
+    """
     samples = [row for rows in record["samples"].values() for row in rows]
     responses = [max(1, row[2]) for row in samples]
     work = Workload([prompt] * len(samples), responses, config.rollout.samples_per_prompt)

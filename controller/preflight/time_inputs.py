@@ -31,7 +31,9 @@ def shape_of(config: TrainingConfig) -> ModelShape:
     """Count the policy's model. Adapters of rank r count as their two matrices on every projection."""
     shape = ModelShape.from_model_config(config.model_description())
     rank = config.model.lora.rank
-    return ModelShape(**vars(shape) | {"trained": 24.0 * rank * shape.layers * shape.hidden}) if rank else shape
+    return (
+        ModelShape(**vars(shape) | {"trained": 24.0 * rank * shape.layers * shape.hidden}) if rank else shape
+    )
 
 
 def needs_of(config: TrainingConfig) -> Needs:
@@ -44,7 +46,8 @@ def needs_of(config: TrainingConfig) -> Needs:
 
 def training_layout(config: TrainingConfig) -> Layout:
     """Describe how training ranks share a model. It has no engines."""
-    parallel, model = config.policy.parallel, config.model
+    parallel = config.policy.parallel
+    model = config.model
     compiled = config.uses_gpus and model.compile != "never" and parallel.tensor_parallel == 1
     kept = compiled and model.gradient_checkpointing == "selective"
     return Layout(
@@ -95,8 +98,11 @@ def machine_of(cluster: Cluster) -> Machine:
 
 
 def workload_of(config: Config, responses: Sequence[int], prompts: Sequence[int]) -> Workload:
-    """Describe a step with responses and prompts of these distributions, int64 [any] each, in a fixed random order."""
-    rng, count = np.random.default_rng(0), config.batch.prompts_per_step
+    """Describe a step with responses and prompts of these distributions, int64 [any] each, in a fixed random
+    order.
+    """
+    rng = np.random.default_rng(0)
+    count = config.batch.prompts_per_step
     sampled = rng.permutation(_spread(responses, config.sequences_per_step))
     asked = np.repeat(rng.permutation(_spread(prompts, count)), config.rollout.samples_per_prompt)
     passes = (config.has_forward_pass, config.uses_reference, config.uses_teacher, config.uses_critic)
@@ -132,7 +138,8 @@ def recorded_lengths(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def drawn_lengths(text: str, longest: int) -> list[int]:
-    """Return quantiles of a distribution such as `lognormal:1500,0.9`, at most `longest`, or of the default if empty.
+    """Return quantiles of a distribution such as `lognormal:1500,0.9`, at most `longest`, or of the default
+    if empty.
 
     Raises ConfigError for other forms.
     """

@@ -30,8 +30,8 @@ def check_trackers(config: TrainingConfig) -> None:
 def _check_tracker(name: str, command: str) -> None:
     if not _is_installed(name):
         raise ConfigError(
-            f"tracking.{name}=true needs the package {name}, which is not installed. `{command}` does it, or set "
-            f"tracking.{name}=false."
+            f"tracking.{name}=true needs the package {name}, which is not installed. `{command}` does it, "
+            f"or set tracking.{name}=false."
         )
     if name == "wandb":
         _check_wandb()
@@ -65,8 +65,8 @@ def _check_wandb() -> None:
         raise ConfigError(f"tracking.wandb=true: {variable}: {found['msg']}.") from None
     if key is None:
         raise ConfigError(
-            f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`. WANDB_MODE=offline "
-            "needs neither key nor network."
+            f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`. "
+            "WANDB_MODE=offline needs neither key nor network."
         )
 
 
@@ -78,7 +78,8 @@ def _check_mlflow(address: str) -> None:
     """Read the address as MLflow does, whose import would take seconds."""
     if not address:
         raise ConfigError(
-            "tracking.mlflow=true needs the environment variable MLFLOW_TRACKING_URI, the address of an MLflow server."
+            "tracking.mlflow=true needs the environment variable MLFLOW_TRACKING_URI, the address of an "
+            "MLflow server."
         )
     if wrong := _wrong_with(address):
         shown = re.sub(r"//.*@", "//...@", address)  # it may hold a password
@@ -95,7 +96,11 @@ def _wrong_with(address: str) -> str:
     if "/" not in address and address.rpartition(":")[2].isdigit():
         return "names no protocol. Put http:// before it"
     if scheme in ("http", "https"):
-        return "" if parts.hostname and port != 0 and " " not in address else "names no host, as in http://HOST:PORT"
+        return (
+            ""
+            if parts.hostname and port != 0 and " " not in address
+            else "names no host, as in http://HOST:PORT"
+        )
     if {scheme, address} & {*SERVICES, *entry_points(group="mlflow.tracking_store").names}:
         return ""
     if scheme in DATABASES:

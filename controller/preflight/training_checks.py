@@ -25,8 +25,8 @@ def check_one_policy(config: TrainingConfig) -> None:
     """Raise ConfigError if a run whose loop is configured has several policies."""
     if config.model.lora.policies > 1:
         raise ConfigError(
-            f"model.lora.policies={config.model.lora.policies}: a configured run trains one policy. Set 1, or write "
-            "the loop with ballast.open."
+            f"model.lora.policies={config.model.lora.policies}: a configured run trains one policy. Set 1, "
+            "or write the loop with ballast.open."
         )
 
 
@@ -42,11 +42,14 @@ def check_run(config: TrainingConfig) -> None:
 
 def _check_name(config: TrainingConfig) -> None:
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
-        raise ConfigError(f"run.name={config.run.name!r}: it names a folder. Use letters, digits and any of _ . = + -.")
+        raise ConfigError(
+            f"run.name={config.run.name!r}: it names a folder. Use letters, digits and any of _ . = + -."
+        )
     length = len(os.fsencode(config.run.name))
     if length > LONGEST_FILE_NAME:
         raise ConfigError(
-            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}. Shorten it."
+            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}. "
+            "Shorten it."
         )
     if not config.default_name:  # such a run takes another name if its folder is taken
         check_folder_is_free(config)
@@ -67,10 +70,13 @@ def _check_hub(config: TrainingConfig) -> None:
     if config.is_described:
         return
     if constants.HF_HUB_OFFLINE:
-        raise ConfigError(f"run.push_to_hub={repository} needs the hub, and HF_HUB_OFFLINE forbids to ask it.")
+        raise ConfigError(
+            f"run.push_to_hub={repository} needs the hub, and HF_HUB_OFFLINE forbids to ask it."
+        )
     if not get_token():
         raise ConfigError(
-            f"run.push_to_hub={repository} needs a token of the hub: `hf auth login`, or HF_TOKEN in the environment."
+            f"run.push_to_hub={repository} needs a token of the hub: `hf auth login`, or HF_TOKEN in the "
+            "environment."
         )
 
 
@@ -79,8 +85,8 @@ def check_writable(folder: Path, key: str) -> None:
     # A test by writing, because permissions do not show a full or read-only disk, or /proc for root.
     if not folder.is_absolute() and is_job_copy(Path.cwd()):
         raise ConfigError(
-            f"{key}: {folder} is relative to a Ray job's copy of its --working-dir, which Ray removes. Give an "
-            "absolute path, on storage that all nodes share."
+            f"{key}: {folder} is relative to a Ray job's copy of its --working-dir, which Ray removes. Give "
+            "an absolute path, on storage that all nodes share."
         )
     existing = folder
     while not existing.exists() and existing != existing.parent:
@@ -89,7 +95,9 @@ def check_writable(folder: Path, key: str) -> None:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".ballast-"):
             pass
     except OSError:
-        raise ConfigError(f"{key}: {folder} cannot be written, {existing} is not a writable folder.") from None
+        raise ConfigError(
+            f"{key}: {folder} cannot be written, {existing} is not a writable folder."
+        ) from None
 
 
 def _check_resume(resume: str) -> None:
@@ -97,17 +105,22 @@ def _check_resume(resume: str) -> None:
         return
     try:
         if not checkpoints_at(Path(resume)):
-            raise ConfigError(f"run.resume={resume}: there is no complete checkpoint. It may also be auto or never.")
+            raise ConfigError(
+                f"run.resume={resume}: there is no complete checkpoint. It may also be auto or never."
+            )
     except CheckpointError as error:
         raise ConfigError(f"run.resume: {error}") from None
 
 
 def check_optimizer(config: TrainingConfig, role: str, total: int, follows: str) -> None:
-    """Raise ConfigError for an optimiser of `role` that is not possible, or a schedule that ends within the warm-up.
+    """Raise ConfigError for an optimiser of `role` that is not possible, or a schedule that ends within the
+    warm-up.
 
-    total: its optimiser steps, or 0 if unknown. follows: settings that determine `total` if optimizer.total_steps is 0.
+    total: its optimiser steps, or 0 if unknown. follows: settings that determine `total` if
+    optimizer.total_steps is 0.
     """
-    key, optimizer = f"{role}.optimizer", value_of(config, f"{role}.optimizer")
+    key = f"{role}.optimizer"
+    optimizer = value_of(config, f"{role}.optimizer")
     if optimizer.name == "custom":
         check_function(f"{key}.function", optimizer.function)
     if optimizer.schedule == "custom":
@@ -115,8 +128,8 @@ def check_optimizer(config: TrainingConfig, role: str, total: int, follows: str)
     offload = value_of(config, f"{role}.cpu_offload")
     if offload not in ("none", *optimizer.offloads):
         raise ConfigError(
-            f"{role}.cpu_offload={offload}: not with {key}.name={optimizer.name}. Set {role}.cpu_offload=none, or "
-            f"{key}.name=adamw."
+            f"{role}.cpu_offload={offload}: not with {key}.name={optimizer.name}. Set "
+            f"{role}.cpu_offload=none, or {key}.name=adamw."
         )
     warmup = optimizer.warmup(total)
     if total and (warmup > total or (warmup == total and optimizer.schedule != "constant")):
@@ -131,32 +144,37 @@ def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, par
 
     parts: settings that determine that length, in words.
     """
-    sharing, patches = config.policy.parallel.context_parallel, config.policy.max_patches_per_micro_batch
+    sharing = config.policy.parallel.context_parallel
+    patches = config.policy.max_patches_per_micro_batch
     if patches and "vision_config" not in config.model_description():
         raise ConfigError(
-            f"policy.max_patches_per_micro_batch={patches}: model.path={config.model.path} reads no images. Remove it."
+            f"policy.max_patches_per_micro_batch={patches}: model.path={config.model.path} reads no images. "
+            "Remove it."
         )
     for limits in caps:
-        needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
+        needed = -(-longest // limits.length_multiple) * limits.length_multiple
+        multiple = limits.length_multiple
         if limits.max_tokens * sharing < needed:
             rounded = f", {needed} as a multiple of {multiple}" if needed > longest else ""
             times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
             raise ConfigError(
-                f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, {parts}{rounded}. "
-                "Raise the cap or lower either."
+                f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, "
+                f"{parts}{rounded}. Raise the cap or lower either."
             )
 
 
 def check_attention(config: TrainingConfig) -> None:
     """Raise ConfigError unless model.attention supports the run's layout, device and precision."""
-    kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
+    kernel = config.model.attention
+    layout = config.model.attention_layout(shared=config.shares_model)
     half = config.model.dtype != "float32"
     if problem := kernel_problem(kernel, layout, cuda=config.uses_gpus, half=half):
         raise ConfigError(f"model.attention={kernel} {problem}.")
 
 
 def check_parallel(config: TrainingConfig) -> None:
-    """Raise ConfigError unless `replicate` divides the data-parallel ranks, and `expert_parallel` the ranks of a copy.
+    """Raise ConfigError unless `replicate` divides the data-parallel ranks, and `expert_parallel` the ranks
+    of a copy.
 
     Also for a micro-step order that needs a pipeline.
     """
@@ -166,11 +184,13 @@ def check_parallel(config: TrainingConfig) -> None:
             f"policy.data_parallel={config.policy.data_parallel}."
         )
     check_context_degrees(config)
-    shared, experts = config.expert_ranks, config.policy.parallel.expert_parallel
+    shared = config.expert_ranks
+    experts = config.policy.parallel.expert_parallel
     if shared % experts:
         raise ConfigError(
             f"policy.parallel.expert_parallel={experts} does not divide policy.data_parallel / replicate * "
-            f"context_parallel * tensor_parallel = {shared} ranks, which hold different tokens of one model copy."
+            f"context_parallel * tensor_parallel = {shared} ranks, which hold different tokens of one model "
+            "copy."
         )
     if config.balance.order == "makespan" and config.policy.parallel.pipeline_parallel == 1:
         raise ConfigError(
@@ -181,14 +201,18 @@ def check_parallel(config: TrainingConfig) -> None:
 
 def check_context_degrees(config: TrainingConfig) -> None:
     """Raise ConfigError for settings that need one context-parallel degree in all micro-steps."""
-    parallel, model, balance = config.policy.parallel, config.model, config.balance
+    parallel = config.policy.parallel
+    model = config.model
+    balance = config.balance
     ours = ("karmarkar_karp", "load_balance")
     if parallel.context_parallel_degree == "fixed":
         return
-    most, loss = parallel.context_parallel, config.algorithm.loss.name if isinstance(config, Config) else ""
+    most = parallel.context_parallel
+    loss = config.algorithm.loss.name if isinstance(config, Config) else ""
     refused = {
         f"policy.parallel.context_parallel={most}. Set a power of two": most & (most - 1) > 0,
-        f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}. Set 1": parallel.pipeline_parallel > 1,
+        f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}. Set 1": parallel.pipeline_parallel
+        > 1,
         "padded rows. Set model.layout and forward_layout to packed": any(
             limits.layout == "padded" for limits in config.limits.values()
         ),
@@ -200,7 +224,9 @@ def check_context_degrees(config: TrainingConfig) -> None:
         f"algorithm.loss.name={loss}. Set another": loss in ("clip_cov", "kl_cov"),
     }
     degree = "policy.parallel.context_parallel_degree=auto: does not work with"
-    raise_all([ConfigError(f"{degree} {problem}, or fixed degrees.") for problem, holds in refused.items() if holds])
+    raise_all(
+        [ConfigError(f"{degree} {problem}, or fixed degrees.") for problem, holds in refused.items() if holds]
+    )
 
 
 def check_model_files(config: TrainingConfig) -> None:
@@ -208,7 +234,8 @@ def check_model_files(config: TrainingConfig) -> None:
 
     A described cluster needs only config.json. `controller.lifecycle.model_checks` reads the files.
     """
-    template, arguments = config.model.chat_template, "data.chat_template_arguments"
+    template = config.model.chat_template
+    arguments = "data.chat_template_arguments"
     problems = Problems()
     for key, path in config.model_paths.items():
         with problems.collecting():
@@ -230,7 +257,8 @@ OPTIMIZER_STEPS = "run.steps * batch.mini_batches * batch.epochs"
 
 
 def check_counts(config: Config) -> None:
-    whole, smallest = config.sequences_per_step, config.mini_batch_sizes[-1]
+    whole = config.sequences_per_step
+    smallest = config.mini_batch_sizes[-1]
     product = f"batch.prompts_per_step * rollout.samples_per_prompt = {whole} sequences"
     if config.batch.mini_batches > whole:
         raise ConfigError(
@@ -238,11 +266,13 @@ def check_counts(config: Config) -> None:
         )
     if config.policy.data_parallel > smallest:
         raise ConfigError(
-            f"policy.data_parallel={config.policy.data_parallel} is more than the {smallest} sequences of a mini-batch "
-            f"({product} over batch.mini_batches={config.batch.mini_batches}). Lower one, or sample more."
+            f"policy.data_parallel={config.policy.data_parallel} is more than the {smallest} sequences of a "
+            f"mini-batch ({product} over batch.mini_batches={config.batch.mini_batches}). Lower one, or "
+            "sample more."
         )
     advice = "batch.mini_batches, or sample more"
-    of_mini_batch, of_step = f"{smallest} sequences of a mini-batch", f"{whole} sequences of a step"
+    of_mini_batch = f"{smallest} sequences of a mini-batch"
+    of_step = f"{whole} sequences of a step"
     check_together(
         lambda: check_micro_batches(config, "min_micro_batches", smallest, of_mini_batch, advice),
         lambda: check_micro_batches(config, "forward_min_micro_batches", whole, of_step, advice),
@@ -255,10 +285,11 @@ def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: s
 
     of: noun for these. advice: other settings to change.
     """
-    minimum, multiple = getattr(config.policy, name), config.balance.count_multiple
+    minimum = getattr(config.policy, name)
+    multiple = config.balance.count_multiple
     least = -(-minimum // multiple) * multiple
     if least > sequences:
         raise ConfigError(
-            f"policy.{name}={minimum} and balance.count_multiple={multiple} ask for {least} micro-batches, none of "
-            f"them empty on every rank, of the {of}. Lower them, or {advice}."
+            f"policy.{name}={minimum} and balance.count_multiple={multiple} ask for {least} micro-batches, "
+            f"none of them empty on every rank, of the {of}. Lower them, or {advice}."
         )

@@ -3,8 +3,8 @@
     admit: prompts -> engines --sample by sample--> rewards -> group ready -> take P -> train -> new weights -> admit
                          ^ pump, also while the driver waits for the training ranks
 
-`controller.engines.staleness_schedule` decides which groups are generated and taken. There is one thread: while the
-driver waits, it calls `read`, which reads finished samples and rewards.
+`controller.engines.staleness_schedule` decides which groups are generated and taken. There is one thread:
+while the driver waits, it calls `read`, which reads finished samples and rewards.
 """
 
 from collections.abc import Collection, Sequence
@@ -116,7 +116,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
                 advance(ready - shown)
                 shown = ready
         groups = [self._groups[number] for number in taken]
-        released, self._released = self._released, []
+        released = self._released
+        self._released = []
         rollout = self._rollout([*groups, *released])
         by_uid = {group.prompt.uid: group.prompt for group in groups}
         batch = rollout.rows.select(np.isin(rollout.rows["uid"], list(by_uid)))
@@ -147,7 +148,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     def _settle(self, number: int) -> None:
         """Keep a complete group, or replace it if it has no signal."""
-        settings, group = self.config.algorithm, self._groups[number]
+        settings = self.config.algorithm
+        group = self._groups[number]
         most = (settings.max_sampling_rounds - 1) * self.config.batch.prompts_per_step
         replaces = settings.zero_variance_groups == "replace" and len(self._released) < most
         if replaces and not self._has_signal(group):
@@ -209,8 +211,11 @@ class AsyncRolloutBuffer(RolloutBuffer):
             self._groups[number] = Group(prompt)
         self._put(stored.finished)
         for number in numbers:
-            group, step = self._groups[number], number // self.config.batch.prompts_per_step + 1
-            requests = sample_requests(self.config, [group.prompt], self.config.rollout.samples_per_prompt, step)
+            group = self._groups[number]
+            step = number // self.config.batch.prompts_per_step + 1
+            requests = sample_requests(
+                self.config, [group.prompt], self.config.rollout.samples_per_prompt, step
+            )
             there = {*group.finished, *(result.key for result in group.dropped)}
             self._generation.router.submit(
                 replace(request, begun=stored.partial.get(request.seed), priority=number)
@@ -219,12 +224,19 @@ class AsyncRolloutBuffer(RolloutBuffer):
             )
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
-        """Add stored samples to their groups, and score samples without a score or without a text that is read."""
+        """Add stored samples to their groups, and score samples without a score or without a text that is
+        read.
+        """
         finished = [sample for sample in samples if sample.rows]
-        block = ray.put(DataProto.from_rows([row for sample in finished for row in sample.rows])) if finished else None
+        block = (
+            ray.put(DataProto.from_rows([row for sample in finished for row in sample.rows]))
+            if finished
+            else None
+        )
         begins = np.cumsum([0, *(len(sample.rows) for sample in finished)]).tolist()
         for row, sample in zip(begins, finished, strict=False):
-            result, group = replace(sample.result, row=row), self._groups[int(sample.result.uid)]
+            result = replace(sample.result, row=row)
+            group = self._groups[int(sample.result.uid)]
             if sample.score is None or (self.reads_texts and not sample.score.response):
                 self._score([result], block)
             else:

@@ -57,8 +57,13 @@ class RolloutBuffer:
         functions: Functions = NO_FUNCTIONS,
     ) -> None:
         """functions: that replace parts, by setting."""
-        self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
-        self.position, self.functions = progress.position, functions
+        self.config = config
+        self.roles = roles
+        self.prompts = prompts
+        self.planner = planner
+        self.record = record
+        self.position = progress.position
+        self.functions = functions
         self.score_scales = ScoreScales(progress.score_scales)
         if isinstance(prompts, SampledPrompts):
             prompts.load(progress.sampler, progress.position)
@@ -91,7 +96,8 @@ class RolloutBuffer:
 
     def collect(self, step: int) -> RolloutBatch:
         """Make the step's samples, in several rounds if groups without signal are replaced."""
-        settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
+        settings = self.config.algorithm
+        wanted = self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.zero_variance_groups == "replace" else 1
         rounds: list[RolloutBatch] = []
         kept: list[RemoteBatch] = []
@@ -99,7 +105,9 @@ class RolloutBuffer:
         while wanted and len(rounds) < limit:
             prompts = self.next_prompts(wanted)
             by_uid |= {prompt.uid: prompt for prompt in prompts}
-            found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
+            found = self.roll_out(
+                prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step
+            )
             rounds.append(self.with_baseline(self.shaped(self.without_dropped(found)), prompts, step))
             self.scored(rounds[-1])
             kept.append(self.keep_groups_with_signal(rounds[-1].rows, rounds[-1]))
@@ -108,12 +116,18 @@ class RolloutBuffer:
             self.log_missing(step, wanted)
         return self.with_trained(RolloutBatch.concat(rounds), RemoteBatch.concat(kept), by_uid)
 
-    def with_trained(self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]) -> RolloutBatch:
+    def with_trained(
+        self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]
+    ) -> RolloutBatch:
         """Set the rows that a step trains on, with the columns that its advantages and its loss take."""
-        self.record.add_failures("truncated samples dropped", ["reward.truncated=drop"] * rollout.truncated_dropped)
+        self.record.add_failures(
+            "truncated samples dropped", ["reward.truncated=drop"] * rollout.truncated_dropped
+        )
         for key in ("algorithm.advantage_function", "batch.replay.by"):
             if own := self.functions.get(key):
-                names = [name for name in own.names if name not in (*OFFERED, "advantage") or name == "response"]
+                names = [
+                    name for name in own.names if name not in (*OFFERED, "advantage") or name == "response"
+                ]
                 batch = batch.with_columns(**columns_of(batch, names, rollout.by_sample, self.record_of))
         return replace(rollout, trained=with_record_columns(batch, prompts, self.config.loss_columns))
 
@@ -130,13 +144,16 @@ class RolloutBuffer:
             self.prompts.scored(rewards)
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        first, self._left = self._left[:count], self._left[count:]
-        start, self.position = self.position, self.position + count - len(first)
+        first = self._left[:count]
+        self._left = self._left[count:]
+        start = self.position
+        self.position = self.position + count - len(first)
         left = [prompt for place in first for prompt in self.prompts.take(place, 1)]
         return left + self.prompts.take(start, self.position - start)
 
     def log_missing(self, step: int, groups: int) -> None:
-        rounds, wanted = self.config.algorithm.max_sampling_rounds, self.config.batch.prompts_per_step
+        rounds = self.config.algorithm.max_sampling_rounds
+        wanted = self.config.batch.prompts_per_step
         if groups:
             self.record.console.log(
                 f"step {step}: {groups} of {wanted} groups are still without signal after "
@@ -151,14 +168,17 @@ class RolloutBuffer:
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
         compared = rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
         lost = compared.dropped - rollout.dropped
-        self.record.add_failures("samples dropped without a greedy response", ["algorithm.advantage=remax"] * lost)
+        self.record.add_failures(
+            "samples dropped without a greedy response", ["algorithm.advantage=remax"] * lost
+        )
         return compared
 
     def without_dropped(self, rollout: RolloutBatch) -> RolloutBatch:
         return rollout.without_truncated() if self.config.reward.truncated == "drop" else rollout
 
     def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
-        settings, longest = self.config.reward, self.config.longest_response
+        settings = self.config.reward
+        longest = self.config.longest_response
         if settings.model.normalize == "running":
             rollout = self.score_scales.normalized(self.config, rollout)
         if settings.overlong_tokens:
@@ -170,7 +190,9 @@ class RolloutBuffer:
             rollout = rollout.with_rewards(rewards, "shaping")
         return rollout
 
-    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> RolloutBatch:
+    def roll_out(
+        self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int
+    ) -> RolloutBatch:
         """Sample every prompt `samples` times, scoring while the rest is generated."""
         with (
             SamplingRound(self, prompts, samples, sampling, step) as sampling_round,
@@ -213,8 +235,11 @@ class RolloutBuffer:
         """Before samples are joined, which raises if none is left."""
         of_retries = [] if first_retry is None else [failed_sample(first_retry)] * retried
         of_rewards = [f"{place_of(key)}: {score.failure}" for key, score in scores.items() if score.failure]
-        retries, on_failure = self.config.rollout.max_retries, self.config.reward.on_failure
-        self.record.add_failures(f"samples dropped (rollout.max_retries={retries})", map(failed_sample, dropped))
+        retries = self.config.rollout.max_retries
+        on_failure = self.config.reward.on_failure
+        self.record.add_failures(
+            f"samples dropped (rollout.max_retries={retries})", map(failed_sample, dropped)
+        )
         self.record.add_failures("samples retried", of_retries)
         self.record.add_failures(f"rewards failed (reward.on_failure={on_failure})", of_rewards)
 
@@ -225,7 +250,9 @@ class RolloutBuffer:
         return with_model_scores(self.config, self.roles.reward_model, self.planner, rollout)
 
     def keep_groups_with_signal(self, batch: RemoteBatch, rollout: RolloutBatch) -> RemoteBatch:
-        """Drop groups without signal, unless algorithm.zero_variance_groups keeps them. batch: rows of `rollout`."""
+        """Drop groups without signal, unless algorithm.zero_variance_groups keeps them. batch: rows of
+        `rollout`.
+        """
         if self.config.algorithm.zero_variance_groups == "keep":
             return batch
         return batch.select(self.has_signal(batch, rollout))
@@ -245,7 +272,8 @@ class RolloutBuffer:
 
 
 class SamplingRound:
-    """Requests for samples of prompts, which the engines answer while their pool is pumped, within a `with` block.
+    """Requests for samples of prompts, which the engines answer while their pool is pumped, within a `with`
+    block.
 
     advance: called with numbers of finished samples.
     """
@@ -261,7 +289,8 @@ class SamplingRound:
         adapter: str = "",
         version: int | None = None,
     ) -> None:
-        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid. adapter,
+        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid.
+        adapter,
         version: a LoRA policy and its published weights. Raises ConfigError if engines do not have them.
         """
         self.adapter = buffer.roles.rollouts.adapter(adapter, version) if adapter else 0
@@ -269,9 +298,13 @@ class SamplingRound:
         self.requests = [replace(each, adapter=self.adapter) for each in requests] if adapter else requests
         if seed is not None:
             names = {prompt.uid: prompt.ids.tobytes().hex() for prompt in prompts}
-            self.requests = [replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample)) for r in self.requests]
+            self.requests = [
+                replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample)) for r in self.requests
+            ]
         self.advance: Callable[[int], object] = lambda count: None
-        self._buffer, self._trains, self._prompts = buffer, step > 0, {prompt.uid: prompt for prompt in prompts}
+        self._buffer = buffer
+        self._trains = step > 0
+        self._prompts = {prompt.uid: prompt for prompt in prompts}
         self._found: dict[Key, Sample] = {}
         self._scoring = buffer.roles.scoring(samples, texts=not self._trains or buffer.reads_texts)
         buffer.roles.wake_engines()
@@ -302,11 +335,18 @@ class SamplingRound:
         router = self._generation.router
         scores = self._scoring.collect()
         return self._buffer.assembled(
-            finished, scores, router.dropped, router.retried, first_retry=router.first_retry, trains=self._trains
+            finished,
+            scores,
+            router.dropped,
+            router.retried,
+            first_retry=router.first_retry,
+            trains=self._trains,
         )
 
 
-def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
+def sample_requests(
+    config: Config, prompts: Sequence[Prompt], samples: int, step: int
+) -> list[SampleRequest]:
     """Return `samples` requests per prompt, group by group, sharing their arrays and images."""
     known: dict[int, ObjectRef] = {}
     shared = [(prompt, _start(config, prompt), stored(prompt.images, known)) for prompt in prompts]

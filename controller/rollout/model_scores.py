@@ -22,15 +22,18 @@ def part_of(name: str) -> str:
     return f"model_{name}" if name else "model"
 
 
-def with_model_scores(config: Config, group: WorkerGroup, planner: Planner, rollout: RolloutBatch) -> RolloutBatch:
+def with_model_scores(
+    config: Config, group: WorkerGroup, planner: Planner, rollout: RolloutBatch
+) -> RolloutBatch:
     """Add each model's scores to the rewards. Raises RolloutError for a score that is not finite."""
     plan = planner.forward_plan(rollout.last_rows, "reward_model.scores")
     for name, weight in config.reward.model.named_weights.items():
         scores = group.score(rollout.last_rows, plan, name)
         if wrong := int(np.sum(~np.isfinite(scores))):
             raise RolloutError(
-                f"{path_setting('reward_model', name)}={config.models_of('reward_model')[name].path}: {wrong} of "
-                f"{len(scores)} scores are not finite. Check its weights, or set model.dtype=float32."
+                f"{path_setting('reward_model', name)}={config.models_of('reward_model')[name].path}: "
+                f"{wrong} of {len(scores)} scores are not finite. Check its weights, or set "
+                "model.dtype=float32."
             )
         rollout = rollout.with_reward_part(part_of(name), scores, weight=weight)
     return rollout
@@ -56,7 +59,8 @@ class ScoreScales:
 
     def _scaled(self, name: str, scores: np.ndarray) -> np.ndarray:
         count, mean, squares = self.state.get(name, (0.0, 0.0, 0.0))
-        total, distance = count + len(scores), float(scores.mean()) - mean
+        total = count + len(scores)
+        distance = float(scores.mean()) - mean
         squares += float(np.square(scores - scores.mean()).sum()) + distance**2 * count * len(scores) / total
         mean += distance * len(scores) / total
         self.state[name] = [total, mean, squares]

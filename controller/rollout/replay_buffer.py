@@ -3,8 +3,8 @@
 new samples with advantages --remember--> kept, up to batch.replay.keep versions --draw--> a later step's batch
                                             ^--read, save--> checkpoints/replay/step-30.npz
 
-A replayed sample keeps the advantage of its own group, whose baseline describes the policy that sampled it. The loss
-takes its ratio to the same policy. See docs/replay.md for what papers do.
+A replayed sample keeps the advantage of its own group, whose baseline describes the policy that sampled it.
+The loss takes its ratio to the same policy. See docs/replay.md for what papers do.
 """
 
 from pathlib import Path
@@ -30,9 +30,13 @@ OF_A_STEP = ("group_number", "sample_number", "advantages")
 class ReplayBuffer:
     """Keeps good samples, as rows in the order of their steps. Does nothing without batch.replay.share."""
 
-    def __init__(self, config: Config, record: RunRecord, file: str, is_good: SampleFunction | None = None) -> None:
+    def __init__(
+        self, config: Config, record: RunRecord, file: str, is_good: SampleFunction | None = None
+    ) -> None:
         """file: of the checkpoint, or empty. is_good: batch.replay.by. Raises DataError for a broken file."""
-        self.config, self.record, self._is_good = config, record, is_good
+        self.config = config
+        self.record = record
+        self._is_good = is_good
         self.rows = read_rows(Path(file)) if file and config.batch.replay.share else RemoteBatch({}, {})
 
     def save(self, path: Path) -> None:
@@ -50,14 +54,17 @@ class ReplayBuffer:
             return batch
         if has_offsets(batch):
             raise DataError(
-                f"batch.replay.share={settings.share}: an agent gave rewards to single responses, so a sample has "
-                "several advantages. Reward whole sessions, or remove batch.replay."
+                f"batch.replay.share={settings.share}: an agent gave rewards to single responses, so a "
+                "sample has several advantages. Reward whole sessions, or remove batch.replay."
             )
         columns = {name: column for name, column in batch.columns.items() if name not in OF_TURNS}
-        batch = RemoteBatch(columns | {KEPT_ADVANTAGES: np.full(len(batch), np.nan, np.float32)}, batch.tokens)
+        batch = RemoteBatch(
+            columns | {KEPT_ADVANTAGES: np.full(len(batch), np.nan, np.float32)}, batch.tokens
+        )
         if len(self.rows):
             self.rows = self.rows.select(version - self.rows["weight_version"] <= settings.keep)
-            numbers, rng = sample_numbers(self.rows), np.random.default_rng((self.config.run.seed, DRAWS, step))
+            numbers = sample_numbers(self.rows)
+            rng = np.random.default_rng((self.config.run.seed, DRAWS, step))
             drawn = rng.permutation(np.unique(numbers))[: self.config.replayed_per_step]
             batch = RemoteBatch.concat([batch, self.rows.select(np.isin(numbers, drawn))])
         ages = (version - batch["weight_version"])[~np.isnan(batch[KEPT_ADVANTAGES])]
@@ -67,7 +74,9 @@ class ReplayBuffer:
         return batch
 
     def with_advantages(self, batch: RemoteBatch, new: RemoteBatch) -> RemoteBatch:
-        """Give `batch` the advantages of its `new` rows and of its replayed rows, and keep the good new samples."""
+        """Give `batch` the advantages of its `new` rows and of its replayed rows, and keep the good new
+        samples.
+        """
         if KEPT_ADVANTAGES not in batch.columns:
             return new
         self._remember(learned(new, self.config.reward))

@@ -4,8 +4,8 @@
     checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
     step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `ballast.replay` trains
 
-Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read without
-pickle.
+Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read
+without pickle.
 """
 
 import json
@@ -44,7 +44,9 @@ OF_ANSWERS = ("finish_reason", "read_tokens", "cached_tokens", "stop_string")
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A result with its rows of tokens (`Episode.rows`), and its score if known. A dropped sample lacks rows."""
+    """A result with its rows of tokens (`Episode.rows`), and its score if known. A dropped sample
+    lacks rows.
+    """
 
     result: SampleResult
     rows: list[dict[str, np.ndarray]]
@@ -65,16 +67,25 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     sessions = {seed: found for seed, found in samples.partial.items() if isinstance(found, SessionRecord)}
     partial = [{name: getattr(response, name) for name in PARTIAL} for response in responses.values()]
     nodes = [node for session in sessions.values() for node in session.nodes]
-    turns = [{name: np.concatenate([getattr(part, name) for part in node.parts]) for name in PARTIAL} for node in nodes]
+    turns = [
+        {name: np.concatenate([getattr(part, name) for part in node.parts]) for name in PARTIAL}
+        for node in nodes
+    ]
     routed = {f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts for row, node in enumerate(nodes)}
     records = {
         "finished": [_record(sample) for sample in samples.finished],
         "partial": list(responses),
-        "sessions": [(seed, session.rewards, [*map(_turn, session.nodes)]) for seed, session in sessions.items()],
+        "sessions": [
+            (seed, session.rewards, [*map(_turn, session.nodes)]) for seed, session in sessions.items()
+        ],
     }
-    arrays = {"records": _as_bytes(records)} | {name: found for name, found in routed.items() if found is not None}
+    arrays = {"records": _as_bytes(records)} | {
+        name: found for name, found in routed.items() if found is not None
+    }
     arrays |= _packed("turns", DataProto.from_rows(turns))
-    arrays |= _packed("finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows]))
+    arrays |= _packed(
+        "finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows])
+    )
     images = [images for sample in samples.finished if sample.rows for images in _row_images(sample.result)]
     arrays |= _packed_images([*images, *(node.images for node in nodes)])
     arrays |= _packed("partial", DataProto.from_rows(partial))
@@ -85,12 +96,15 @@ def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
     with _opened(path) as arrays:
         records = _from_bytes(arrays["records"])
-        found, turns = (_rows(_unpacked(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS)
+        found, turns = (
+            _rows(_unpacked(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS
+        )
         images = _unpacked_images(arrays, len(found) + len(turns))
         rows = iter(zip(found, images, strict=False))
         finished = [_finished(record, rows) for record in records["finished"]]
         partial = [
-            Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
+            Response(row["ids"], row["log_probs"], row["versions"])
+            for row in _rows(_unpacked("partial", arrays))
         ]
         routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
         given = zip(turns, images[len(found) :], routed, strict=True)
@@ -106,7 +120,8 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
 
     Raises OutputError, and DataError for a value of a record that JSON does not have.
     """
-    samples, trained = rollout.samples, rollout.trained
+    samples = rollout.samples
+    trained = rollout.trained
     row_of = {place: row for row, place in enumerate(rollout.rows.tokens["input_ids"])}
     added = {name: column for name, column in trained.columns.items() if name not in rollout.batch.columns}
     arrays = _columns("added", added)
@@ -119,7 +134,9 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
     if IMAGES in samples.columns:
         pairs = zip(samples[IMAGES], samples["branches"], strict=True)
-        arrays |= _packed_images([each for own, branches in pairs for each in (own, *(b.images for b in branches))])
+        arrays |= _packed_images(
+            [each for own, branches in pairs for each in (own, *(b.images for b in branches))]
+        )
     found = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
     tokens = _fetched([(ref, row + n) for (ref, _, row), branches in found for n in range(1 + len(branches))])
     _write(path, arrays | _packed("tokens", tokens))
@@ -131,12 +148,18 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     Raises DataError for a file that is missing or broken.
     """
     with _opened(path) as arrays:
-        tokens, columns, trained = _unpacked("tokens", arrays), _named("columns", arrays), arrays["trained"]
-        columns = dict.fromkeys(("branches", "cut_tokens", "history_refused"), 0 * columns["prompt_tokens"]) | columns
+        tokens = _unpacked("tokens", arrays)
+        columns = _named("columns", arrays)
+        trained = arrays["trained"]
+        columns = (
+            dict.fromkeys(("branches", "cut_tokens", "history_refused"), 0 * columns["prompt_tokens"])
+            | columns
+        )
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
         scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
         added = _named("added", arrays) | objects
-        prompts, branches = columns["prompt_tokens"].tolist(), columns["branches"]
+        prompts = columns["prompt_tokens"].tolist()
+        branches = columns["branches"]
         images = _unpacked_images(arrays, len(tokens))
     first = np.cumsum(branches + 1) - branches - 1
     spans = [slice(start, start + 1 + n) for start, n in zip(first.tolist(), branches.tolist(), strict=True)]
@@ -149,7 +172,8 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     )
     if any(images):
         columns[IMAGES] = object_column([placed[0] for _, placed in each])
-    kept, block = [name for name in SAMPLED_COLUMNS if name in tokens.tokens], (put or ray.put)(tokens)
+    kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
+    block = (put or ray.put)(tokens)
     samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in kept})
     rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
     return replace(rollout, trained=rollout.rows.select(trained).with_columns(**added))
@@ -178,14 +202,16 @@ def read_rows(path: Path) -> RemoteBatch:
 
 
 def _columns(group: str, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of a file: numbers and texts by name, and `objects`. Raises DataError for what JSON lacks."""
+    """Return the arrays of a file: numbers and texts by name, and `objects`. Raises DataError for what JSON
+    lacks.
+    """
     objects = {name: column.tolist() for name, column in columns.items() if column.dtype.kind == "O"}
     try:
         arrays = {"objects": _as_bytes(objects)}
     except TypeError as error:
         raise DataError(
-            f"algorithm.loss.columns={','.join(objects)}: a column cannot be kept in a file: {error}. Give it as "
-            "numbers or text."
+            f"algorithm.loss.columns={','.join(objects)}: a column cannot be kept in a file: {error}. Give "
+            "it as numbers or text."
         ) from None
     return arrays | {f"{group}.{name}": column for name, column in columns.items() if name not in objects}
 
@@ -221,12 +247,15 @@ def _unpacked_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Place
     """Return the images of `count` rows, in the object store."""
     if IMAGES not in arrays:
         return [()] * count
-    found, data = _from_bytes(arrays[IMAGES]), _named("image", arrays)
+    found = _from_bytes(arrays[IMAGES])
+    data = _named("image", arrays)
     images = {
         digest: Image(int(digest), width, height, ray.put(data[digest].tobytes()))
         for digest, (width, height) in found["sizes"].items()
     }
-    return [tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row) for row in found["places"]]
+    return [
+        tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row) for row in found["places"]
+    ]
 
 
 def _hashes(row: Mapping[str, np.ndarray], images: Placed, prompt: int) -> bytes:
@@ -261,7 +290,9 @@ def _from_bytes(array: np.ndarray) -> Any:
 
 
 def _packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
-    return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.tokens.items()}
+    return {f"{name}.offsets": block.offsets} | {
+        f"{name}.{column}": values for column, values in block.tokens.items()
+    }
 
 
 def _unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
@@ -281,13 +312,17 @@ def _record(sample: FinishedSample) -> dict[str, Any]:
     return {"result": result, "score": score}
 
 
-def _finished(record: Mapping[str, Any], rows: Iterable[tuple[dict[str, np.ndarray], Placed]]) -> FinishedSample:
+def _finished(
+    record: Mapping[str, Any], rows: Iterable[tuple[dict[str, np.ndarray], Placed]]
+) -> FinishedSample:
     values = dict(record["result"])
-    environment, branches = values.pop("environment"), values.pop("branches", 0)
+    environment = values.pop("environment")
+    branches = values.pop("branches", 0)
     versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
     result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
     pairs = [next(iter(rows)) for _ in range(1 + branches)] if result.row >= 0 else []
-    found, images = [row for row, _ in pairs], [placed for _, placed in pairs]
+    found = [row for row, _ in pairs]
+    images = [placed for _, placed in pairs]
     if found:
         hashes = _hashes(found[0], images[0], result.prompt_tokens)
         following = branches_of(found, result.prompt_tokens, images)
@@ -297,14 +332,25 @@ def _finished(record: Mapping[str, Any], rows: Iterable[tuple[dict[str, np.ndarr
 
 def _turn(node: Node) -> dict[str, Any]:
     """Return a turn of a session without its tokens."""
-    facts = {each.name: getattr(node, each.name) for each in fields(Node) if each.name not in ("response", "images")}
-    return facts | {"given": len(node.given), "response": {name: getattr(node.response, name) for name in OF_ANSWERS}}
+    facts = {
+        each.name: getattr(node, each.name)
+        for each in fields(Node)
+        if each.name not in ("response", "images")
+    }
+    return facts | {
+        "given": len(node.given),
+        "response": {name: getattr(node.response, name) for name in OF_ANSWERS},
+    }
 
 
-def _node(turn: Mapping[str, Any], row: Mapping[str, np.ndarray], images: Placed, routed: np.ndarray | None) -> Node:
+def _node(
+    turn: Mapping[str, Any], row: Mapping[str, np.ndarray], images: Placed, routed: np.ndarray | None
+) -> Node:
     answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL} | turn["response"]
     answer[ROUTED_EXPERTS] = routed
-    return Node(**{**turn, "given": row["ids"][: turn["given"]], "images": images, "response": Response(**answer)})
+    return Node(
+        **{**turn, "given": row["ids"][: turn["given"]], "images": images, "response": Response(**answer)}
+    )
 
 
 def _score(values: Mapping[str, Any] | None) -> Score | None:

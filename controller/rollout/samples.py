@@ -46,11 +46,12 @@ SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 class RolloutBatch:
     """Samples of one or several rounds of generation.
 
-    samples: columns as in SampleResult: uid, sample, COUNTS (int64), prefix_hashes, branches, truncated (bool), seconds
-    (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS. by_sample: scores in the order
-    of `samples`. truncated_dropped: samples that reward.truncated=drop left out. failures: why samples have no score.
-    version_tokens: tokens by version of the weights. trained: rows that a step trains on, in order, with record
-    columns, or empty until the buffer has chosen them.
+    samples: columns as in SampleResult: uid, sample, COUNTS (int64), prefix_hashes, branches, truncated
+    (bool), seconds (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS.
+    by_sample: scores in the order of `samples`. truncated_dropped: samples that reward.truncated=drop left
+    out. failures: why samples have no score.
+    version_tokens: tokens by version of the weights. trained: rows that a step trains on, in order, with
+    record columns, or empty until the buffer has chosen them.
     """
 
     samples: RemoteBatch
@@ -65,8 +66,8 @@ class RolloutBatch:
 
     @cached_property
     def batch(self) -> RemoteBatch:
-        """`samples` with the column `reward`, float64 [B], and objects [B] (see `Score`): of episodes `credit`, of an
-        agent's sessions `offsets`.
+        """`samples` with the column `reward`, float64 [B], and objects [B] (see `Score`): of episodes
+        `credit`, of an agent's sessions `offsets`.
         """
         scores = self.by_sample.values()
         batch = self.samples.with_columns(reward=np.array([score.reward for score in scores]))
@@ -102,11 +103,15 @@ class RolloutBatch:
     def with_reward_part(
         self, name: str, values: np.ndarray, *, weight: float = 1.0, added: np.ndarray | None = None
     ) -> "RolloutBatch":
-        """Add weighted `values` [B], or what is `added`, to the rewards, and keep `values` as the part `name`."""
+        """Add weighted `values` [B], or what is `added`, to the rewards, and keep `values` as the part
+        `name`.
+        """
         more = weight * values if added is None else added
         by_sample = {
             key: replace(score, reward=score.reward + add, parts=score.parts | {name: value})
-            for (key, score), value, add in zip(self.by_sample.items(), values.tolist(), more.tolist(), strict=True)
+            for (key, score), value, add in zip(
+                self.by_sample.items(), values.tolist(), more.tolist(), strict=True
+            )
         }
         return replace(self, by_sample=by_sample)
 
@@ -128,20 +133,26 @@ class RolloutBatch:
             )
         by_sample = dict(itertools.compress(self.by_sample.items(), kept))
         dropped = self.truncated_dropped + int(np.sum(~kept))
-        return replace(self, samples=self.samples.select(kept), by_sample=by_sample, truncated_dropped=dropped)
+        return replace(
+            self, samples=self.samples.select(kept), by_sample=by_sample, truncated_dropped=dropped
+        )
 
     def with_baseline(self, greedy: "RolloutBatch") -> "RolloutBatch":
         """Add the greedy response's reward to the same prompt as the column `greedy_reward`.
 
-        greedy: one sample a prompt. Drops and counts samples whose greedy response failed. Raises RolloutError if none
-        is left.
+        greedy: one sample a prompt. Drops and counts samples whose greedy response failed. Raises
+        RolloutError if none is left.
         """
         rewards = {uid: score.reward for (uid, _), score in greedy.by_sample.items()}
         kept = np.array([uid in rewards for uid in self.samples["uid"].tolist()])
         if not kept.any():
-            raise RolloutError("no prompt of this round has both samples and a greedy response to compare them with.")
+            raise RolloutError(
+                "no prompt of this round has both samples and a greedy response to compare them with."
+            )
         samples = self.samples.select(kept)
-        samples = samples.with_columns(greedy_reward=np.array([rewards[uid] for uid in samples["uid"].tolist()]))
+        samples = samples.with_columns(
+            greedy_reward=np.array([rewards[uid] for uid in samples["uid"].tolist()])
+        )
         by_sample = {key: score for key, score in self.by_sample.items() if key[0] in rewards}
         return replace(
             self,
@@ -192,30 +203,43 @@ class RolloutBatch:
         names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
         return [
             {name: self.batch[name][row].item() for name in names}
-            | {name: shortened(text, characters) for name, text in asked(self.batch["uid"][row].item()).items()}
+            | {
+                name: shortened(text, characters)
+                for name, text in asked(self.batch["uid"][row].item()).items()
+            }
             | {"response": shortened(scores[row].response, characters)}
             | _told(scores[row], characters)
             | ({"failure": scores[row].failure} if scores[row].failure else {})
             for row in self._shown(count)
         ]
 
-    def with_texts(self, count: int, read: Callable[[list[Any]], Iterable[Mapping[str, Any]]]) -> "RolloutBatch":
-        """Add texts that `RewardWorker` left out, of the samples in `examples(count)`. read: `RewardPool.read`."""
-        items, first = list(self.by_sample.items()), self.samples.tokens["input_ids"]
+    def with_texts(
+        self, count: int, read: Callable[[list[Any]], Iterable[Mapping[str, Any]]]
+    ) -> "RolloutBatch":
+        """Add texts that `RewardWorker` left out, of the samples in `examples(count)`. read:
+        `RewardPool.read`.
+        """
+        items = list(self.by_sample.items())
+        first = self.samples.tokens["input_ids"]
         starts = self.batch["prompt_tokens"]
         long = self.batch["length"] - starts > LONGEST_SENT
         rows = [row for row in self._shown(count) if long[row] and not items[row][1].response]
         found = read([(first[row][0], first[row][2], int(starts[row])) for row in rows]) if rows else ()
-        told = {items[row][0]: with_texts(items[row][1], **texts) for row, texts in zip(rows, found, strict=True)}
+        told = {
+            items[row][0]: with_texts(items[row][1], **texts) for row, texts in zip(rows, found, strict=True)
+        }
         return replace(self, by_sample=self.by_sample | told)
 
     def _shown(self, count: int) -> list[int]:
-        slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
+        slowest, longest = (
+            np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens")
+        )
         first = range(len(self.batch))[:count]
         return list(dict.fromkeys([*first, *slowest[:count].tolist(), *longest[:count].tolist()]))
 
     def metrics(self) -> dict[str, float]:
-        tokens, scores = self.batch["response_tokens"], self.by_sample.values()
+        tokens = self.batch["response_tokens"]
+        scores = self.by_sample.values()
         observed = self.batch["length"] - self.batch["prompt_tokens"] - tokens
         means = self.scores()
         if "greedy_reward" in self.batch.columns:
@@ -232,7 +256,8 @@ class RolloutBatch:
             "rollout/response_tokens_mean": float(tokens.mean()),
             "rollout/response_tokens_max": float(tokens.max()),
             "rollout/truncated_share": float(
-                (self.batch["truncated"].sum() + self.truncated_dropped) / (len(self.batch) + self.truncated_dropped)
+                (self.batch["truncated"].sum() + self.truncated_dropped)
+                / (len(self.batch) + self.truncated_dropped)
             ),
             "rollout/prefix_cache_hits": float(
                 self.batch["cached_tokens"].sum() / max(1, self.batch["read_tokens"].sum())
@@ -244,7 +269,9 @@ class RolloutBatch:
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
-            **_turn_metrics([[earned for _, earned, _ in score.credit] for score in scores if not score.session]),
+            **_turn_metrics(
+                [[earned for _, earned, _ in score.credit] for score in scores if not score.session]
+            ),
             **session_metrics([score.session for score in scores], self.batch["seconds"]),
         }
 
@@ -285,12 +312,19 @@ def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for turn in range(min(SHOWN_TURNS, max(map(len, earned))) if any(map(any, earned)) else 0):
         rewards = [each[turn] for each in earned if len(each) > turn]
-        found |= {f"turn/reward/{turn + 1}": float(np.mean(rewards)), f"turn/samples/{turn + 1}": float(len(rewards))}
+        found |= {
+            f"turn/reward/{turn + 1}": float(np.mean(rewards)),
+            f"turn/samples/{turn + 1}": float(len(rewards)),
+        }
     return found
 
 
-def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, "Prompt"], names: Sequence[str]) -> RemoteBatch:
-    """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by uid."""
+def with_record_columns(
+    batch: RemoteBatch, prompts: Mapping[str, "Prompt"], names: Sequence[str]
+) -> RemoteBatch:
+    """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by
+    uid.
+    """
     found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
     return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
 
@@ -298,8 +332,8 @@ def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, "Prompt"], nam
 def taught_by(
     settings: "TeacherConfig", batch: RemoteBatch, prompts: Mapping[str, "Prompt"]
 ) -> tuple[np.ndarray, RemoteBatch]:
-    """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that teachers
-    read. prompts: by uid.
+    """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that
+    teachers read. prompts: by uid.
     """
     asked = [prompts[uid] for uid in batch["uid"].tolist()]
     names = np.array([str(prompt.columns[settings.key]) if settings.paths else "" for prompt in asked])
@@ -327,8 +361,8 @@ def assemble(
 ) -> RolloutBatch:
     """Join finished samples and scores by (uid, sample). `drop_failed` omits samples without a score.
 
-    dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises UnfinishedError if no
-    sample is left.
+    dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises UnfinishedError
+    if no sample is left.
     """
     kept = [(result, block) for result, block in samples if not (drop_failed and scores[result.key].failure)]
     found = [result for result, _ in kept]
@@ -336,8 +370,11 @@ def assemble(
     if not found:
         reasons = [result.error for result in dropped] + failures
         reason = reasons[0] if reasons else "none was requested"
-        raise UnfinishedError(f"no sample of this round was finished. The first was given up because {reason}")
-    blocks, rows = [block for _, block in kept], [result.row for result in found]
+        raise UnfinishedError(
+            f"no sample of this round was finished. The first was given up because {reason}"
+        )
+    blocks = [block for _, block in kept]
+    rows = [result.row for result in found]
     columns = {
         "uid": np.array([result.uid for result in found]),
         "sample": np.array([result.sample for result in found], dtype=np.int64),
@@ -359,9 +396,13 @@ def assemble(
 
 
 def _images(found: Sequence[SampleResult]) -> dict[str, np.ndarray]:
-    """Return the columns `branches` and, where there are images, IMAGES: each content once in the object store."""
+    """Return the columns `branches` and, where there are images, IMAGES: each content once in the object
+    store.
+    """
     known: dict[int, Any] = {}
-    branches = [tuple(replace(b, images=stored(b.images, known)) for b in result.branches) for result in found]
+    branches = [
+        tuple(replace(b, images=stored(b.images, known)) for b in result.branches) for result in found
+    ]
     images = [stored(result.images, known) for result in found]
     return {"branches": object_column(branches)} | ({IMAGES: object_column(images)} if any(images) else {})
 
@@ -374,8 +415,8 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _told(score: Score, longest: int) -> dict[str, Any]:
-    """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's session, and the
-    judge's answer.
+    """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's
+    session, and the judge's answer.
     """
     told: dict[str, Any] = {"judgement": shortened(score.judgement, longest)} if score.judgement else {}
     if score.session:

@@ -43,7 +43,9 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Job:
-    """config: narrowed, with the output as run folder and the sampled model as model.path. prompts: by uid."""
+    """config: narrowed, with the output as run folder and the sampled model as model.path.
+    prompts: by uid.
+    """
 
     config: SamplerConfig
     model: Model
@@ -55,11 +57,17 @@ class Job:
     @property
     def keys(self) -> list[Key]:
         """Return (uid, sample) of its samples, in prompt order."""
-        return [(uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)]
+        return [
+            (uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)
+        ]
 
 
-def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts: int, log: Log = print) -> Job:
-    """Read data and rewards, and check that the output holds no other job. Raises ConfigError or DataError."""
+def read_job(
+    config: SamplerConfig, model: Model, given: GivenFunctions, prompts: int, log: Log = print
+) -> Job:
+    """Read data and rewards, and check that the output holds no other job. Raises ConfigError or
+    DataError.
+    """
     inputs = read_inputs(config, log, given)
     identity = job_identity(model, config, inputs.identity, given)
     check_same_job(config.run_folder, identity)
@@ -71,7 +79,9 @@ def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts
     return Job(config, model, inputs, by_uid, identity, told)
 
 
-def checked_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[SamplerConfig, Model, GivenFunctions]:
+def checked_settings(
+    schema: type[SamplerConfig], request: JobRequest
+) -> tuple[SamplerConfig, Model, GivenFunctions]:
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
@@ -89,10 +99,16 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
             *(() if request.reward else config.reward.weights),
             *config.rollout.code,
             *filter(None, [config.reward.judge.function]),
-            *(path for path in (*config.data.weights, config.data.validation) if package_of(path) == "verifiers"),
+            *(
+                path
+                for path in (*config.data.weights, config.data.validation)
+                if package_of(path) == "verifiers"
+            ),
         ]
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
-    check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
+    check_effect(
+        config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None
+    )
     if model.path and any(override.startswith("model.path=") for override in request.overrides):
         raise ConfigError("--model and model.path both name a model. Give one of them.")
     beside = config.run_folder.with_name(f"{config.run.name}-{config.command}")
@@ -105,11 +121,17 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
 
 def _of_run(model: Model) -> Path:
     if model.path and model.run is None and not Path(model.path).exists():
-        raise ConfigError(f"--model={model.path}: there is no such run. Name a run, or give --config FILE too.")
+        raise ConfigError(
+            f"--model={model.path}: there is no such run. Name a run, or give --config FILE too."
+        )
     if model.run is None:
-        raise ConfigError("--config is not given. Give it, or --model runs/NAME, whose settings are then taken.")
+        raise ConfigError(
+            "--config is not given. Give it, or --model runs/NAME, whose settings are then taken."
+        )
     if not isinstance(load_recorded(model.run / OF_RUN), Config):
-        raise ConfigError(f"{model.run} trained on given sequences, without engines and rewards. Give --config FILE.")
+        raise ConfigError(
+            f"{model.run} trained on given sequences, without engines and rewards. Give --config FILE."
+        )
     return model.run / OF_RUN
 
 
@@ -124,7 +146,8 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
         tried = try_inputs(config, given=given)
     problems.raise_all()
     check_same_job(config.run_folder, job_identity(model, config, tried.identity, given))
-    sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt
+    sampling = config.rollout.sampling
+    samples = config.rollout.samples_per_prompt
     there = sum(map(len, tried.train.values()))
     prompts = min(there, request.prompts or config.first_prompts or there)
     written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
@@ -137,8 +160,8 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
         [
             f"model: {written or config.model.path}",
             f"data: {', '.join(config.data.weights)}, {counted(prompts, 'prompt')}",
-            f"samples: {samples * prompts:,}, {samples} of each prompt; {options}, at most {sampling.max_new_tokens} "
-            f"new tokens ({config.sampling_key})",
+            f"samples: {samples * prompts:,}, {samples} of each prompt; {options}, at most "
+            f"{sampling.max_new_tokens} new tokens ({config.sampling_key})",
             f"rewards: {', '.join(rewards) or 'none'}",
             f"engines: {config.engines}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",

@@ -51,7 +51,8 @@ class Model:
         settings: Any = replace(trained, policy=config.policy, resources=config.resources)  # type: ignore[type-var]
         if isinstance(trained, Config):  # without its loss, which may be somebody's code
             settings = replace(settings, algorithm=config.algorithm)
-        folder, begun = Path(self.path), unfinished_folder(Path(self.path))
+        folder = Path(self.path)
+        begun = unfinished_folder(Path(self.path))
         console.log(f"writing {self.checkpoint} as a model to {folder}")
         try:
             with launch(settings, console, only=("policy",)) as roles:
@@ -81,7 +82,10 @@ def choose_model(named: str) -> Model:
 
 
 def _of_checkpoint(path: Path) -> Model:
-    run, step = path.resolve().parents[len(FOLDER.parts)], read_manifest(path).step
+    run = path.resolve().parents[len(FOLDER.parts)]
+    step = read_manifest(path).step
     if path.resolve().parent != run / FOLDER or not (run / OF_RUN).exists():
-        raise CheckpointError(f"--model={path}: not a checkpoint of a policy. Name runs/NAME/{FOLDER}/step-{step}.")
+        raise CheckpointError(
+            f"--model={path}: not a checkpoint of a policy. Name runs/NAME/{FOLDER}/step-{step}."
+        )
     return Model(str(run / f"model-{step}"), run, path)

@@ -1,4 +1,5 @@
-"""samples.jsonl: a line per sample, written as soon as it is scored, so that a crash loses only samples in flight.
+"""samples.jsonl: a line per sample, written as soon as it is scored, so that a crash loses only samples in
+flight.
 
 job.json: identity of the samples --the same--> keep the lines, and remove one that was cut short
                                   --another--> ConfigError
@@ -72,7 +73,8 @@ def _whole_lines(path: Path) -> list[Line]:
     if not path.exists():
         return []
     with path.open("rb+") as file:
-        whole, lines = 0, []
+        whole = 0
+        lines = []
         for number, text in enumerate(file, start=1):
             if text.endswith(b"\n"):
                 lines.append(_parsed(text, f"{path}:{number}"))
@@ -103,21 +105,27 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
     }
     line |= {"cut_thoughts": result.cut_thoughts} if result.cut_thoughts else {}
     if rewarded:
-        line |= {"reward": score.reward, "parts": {name: finite(value) for name, value in score.parts.items()}}
+        line |= {
+            "reward": score.reward,
+            "parts": {name: finite(value) for name, value in score.parts.items()},
+        }
         line |= {"answer": score.answer} if score.answer else {}
         line |= {"failure": score.failure} if score.failure else {}
     return line
 
 
 def token_columns(result: SampleResult, rows: Sequence[Mapping[str, np.ndarray]]) -> Line:
-    """Return token ids and log-probs of everything after the prompt, R numbers each. Digits restore the float32.
+    """Return token ids and log-probs of everything after the prompt, R numbers each. Digits restore the
+    float32.
 
-    With several turns also `sampled`, R of 0 or 1: an environment's tokens have log-prob 0. `rows`, these columns of
-    each row to train on, if the chat template changed what came before a turn.
+    With several turns also `sampled`, R of 0 or 1: an environment's tokens have log-prob 0. `rows`, these
+    columns of each row to train on, if the chat template changed what came before a turn.
     """
     first, *branches = rows
     line = _tokens_after(first, result.prompt_tokens)
-    return line | ({"rows": [_tokens_after(row, result.prompt_tokens) for row in branches]} if branches else {})
+    return line | (
+        {"rows": [_tokens_after(row, result.prompt_tokens) for row in branches]} if branches else {}
+    )
 
 
 def _tokens_after(row: Mapping[str, np.ndarray], start: int) -> Line:
@@ -132,7 +140,9 @@ def _tokens_after(row: Mapping[str, np.ndarray], start: int) -> Line:
 
 def scored_response(line: Line) -> ScoredResponse:
     parts = {name: value for name, value in line["parts"].items() if value is not None}
-    return ScoredResponse(line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", ""))
+    return ScoredResponse(
+        line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", "")
+    )
 
 
 def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
@@ -142,17 +152,23 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
     try:
         then = json.loads(path.read_text(encoding="utf-8").replace(*NAME_OF_0_2))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Give another --output, or remove that folder.") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error}). Give another --output, or remove that folder."
+        ) from None
     now = json.loads(json.dumps(job))
     if others := [name for name in now if now[name] != then.get(name)]:
         raise ConfigError(
-            f"{folder} has samples of another job, with other {' and '.join(others)}. Give another --output, or remove "
-            "that folder."
+            f"{folder} has samples of another job, with other {' and '.join(others)}. Give another "
+            "--output, or remove that folder."
         )
 
 
-def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
-    """Return what affects each sample or score, as JSON by part, without the numbers of prompts and samples."""
+def job_identity(
+    model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions
+) -> dict[str, Any]:
+    """Return what affects each sample or score, as JSON by part, without the numbers of prompts
+    and samples.
+    """
     played = "".join(config.rollout.code)
     values = _values(config, OF_EPISODES) | {"history": config.history}
     episodes = [played, _content(played), values] if played else None
@@ -190,7 +206,9 @@ def _values(config: SamplerConfig, keys: tuple[str, ...]) -> dict[str, Any]:
 def _files(path: str, key: str) -> dict[str, Any]:
     """List a model's files with sizes and times, because reading all weights would take minutes."""
     folder = read_model_files(path, key).folder
-    files = sorted({file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)})
+    files = sorted(
+        {file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)}
+    )
     found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     return {"folder": str(folder.resolve()), "files": found}
 

@@ -35,11 +35,15 @@ if TYPE_CHECKING:
     from workers.engine.requests import SampleRequest, SampleResult
 
 SECONDS_BETWEEN_LINES = 10.0
-WINDOW = 4  # requests in flight, as a multiple of those that the engines process at once, so that no engine waits
+WINDOW = (
+    4  # requests in flight, as a multiple of those that the engines process at once, so that no engine waits
+)
 MODEL_SCORES = 256  # samples that a reward model scores at a time
 
 Finish = Callable[[Job, list[Line], int, "Console"], None]
-"""Turns a job, its lines in the order of its keys, and the number of samples given up into a command's results."""
+"""Turns a job, its lines in the order of its keys, and the number of samples given up into a command's
+results.
+"""
 
 
 class Sampled(NamedTuple):
@@ -52,7 +56,9 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Attempts:
-    """Failed attempts. dropped: last failure of each sample that was given up. of_judge: answers' failures, by kind."""
+    """Failed attempts. dropped: last failure of each sample that was given up. of_judge: answers' failures,
+    by kind.
+    """
 
     dropped: list["SampleResult"] = field(default_factory=list)
     retried: int = 0
@@ -60,7 +66,9 @@ class Attempts:
     of_judge: dict[str, list[str]] = field(default_factory=dict)
 
 
-def prepare(schema: type[SamplerConfig], finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:
+def prepare(
+    schema: type[SamplerConfig], finish: Finish, arguments: Sequence[str] | None
+) -> Callable[[], None] | None:
     parsed = _parser(schema).parse_intermixed_args(arguments)
     request = JobRequest(
         parsed.config,
@@ -80,16 +88,25 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
     takes_prompts = not schema.needs_reward
     parser = OneLineParser(
         prog=f"python -m controller.{schema.command}",
-        usage=f"python -m controller.{schema.command} [--config FILE] [--model PATH] [--trust-run] [--output FOLDER]"
-        f"{' [--prompts N]' if takes_prompts else ''} [--dry-run] [key.sub=value ...]",
-        description=f"{schema.does} A configuration of a training is taken as it is: model, data, rollout and reward.",
+        usage=(
+            f"python -m controller.{schema.command} [--config FILE] [--model PATH] [--trust-run] [--output "
+            f"FOLDER]{' [--prompts N]' if takes_prompts else ''} [--dry-run] [key.sub=value ...]"
+        ),
+        description=(
+            f"{schema.does} A configuration of a training is taken as it is: model, data, rollout and reward."
+        ),
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="YAML file of settings (default: from --model's run)")
     add("--model", default="", metavar="PATH", help="a model, a run, or a checkpoint of a run (model.path)")
     add("--trust-run", action="store_true", help="run functions that the settings of --model's run name")
-    add("--output", type=Path, metavar="FOLDER", help="folder for samples, which are not made again if they are there")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for samples, which are not made again if they are there",
+    )
     parser.set_defaults(prompts=0)
     if takes_prompts:
         add("--prompts", type=int, default=0, metavar="N", help="only so many prompts, the first (all)")
@@ -101,7 +118,9 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
 def prepare_job(
     schema: type[SamplerConfig], finish: Finish, request: JobRequest
 ) -> tuple[SamplerConfig, Callable[[], None]]:
-    """Return the narrowed settings and the function that starts the job. Raises as `read_job` and `prepare_start`."""
+    """Return the narrowed settings and the function that starts the job. Raises as `read_job` and
+    `prepare_start`.
+    """
     config, model, given = checked_settings(schema, request)
     read = partial(read_job, config, model, given, request.prompts)
     return config, prepare_start(config, read, partial(_run, finish))
@@ -127,13 +146,15 @@ def _run(finish: Finish, job: Job, console: "Console") -> None:
 
 def failures_of(job: Job, attempts: Attempts, lines: Sequence[Line]) -> list[Failures]:
     """Count what failed, a line for each kind and cause. lines: those of an earlier start too."""
-    config, counts = job.config, FailureCounts()
+    config = job.config
+    counts = FailureCounts()
     of_retries = [failed_sample(attempts.first_retry)] * attempts.retried if attempts.first_retry else []
     of_rewards = [
         f"{place_of((line['uid'], line['sample']))}: {line['failure']}" for line in lines if "failure" in line
     ]
     counts.add(
-        f"samples given up (rollout.max_retries={config.rollout.max_retries})", map(failed_sample, attempts.dropped)
+        f"samples given up (rollout.max_retries={config.rollout.max_retries})",
+        map(failed_sample, attempts.dropped),
     )
     counts.add("samples retried", of_retries)
     counts.add(f"rewards failed (reward.on_failure={config.reward.on_failure})", of_rewards)
@@ -145,7 +166,9 @@ def failures_of(job: Job, attempts: Attempts, lines: Sequence[Line]) -> list[Fai
 def _complete(job: Job, file: SamplesFile, console: "Console") -> Attempts:
     """Make the missing samples."""
     missing = [key for key in job.keys if key not in file.lines]
-    console.log(f"{file.path.parent}: {len(job.keys) - len(missing):,} of {len(job.keys):,} samples are there")
+    console.log(
+        f"{file.path.parent}: {len(job.keys) - len(missing):,} of {len(job.keys):,} samples are there"
+    )
     if not missing:
         return Attempts()
     try:
@@ -153,17 +176,25 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> Attempts:
             job.model.write(job.config, console)
             return sample_missing(job, file, missing, console)
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples. Started again, it continues") from stop
+        raise KeyboardInterrupt(
+            f"{file.path} has {len(file.lines):,} samples. Started again, it continues"
+        ) from stop
 
 
 def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> Attempts:
     from controller.actors.launch import launch
 
-    config, inputs, attempts = job.config, job.inputs, Attempts()
+    config = job.config
+    inputs = job.inputs
+    attempts = Attempts()
     told = time.monotonic()
     with (
         launch(
-            config, console, rewards=inputs.reward_functions, environment=inputs.environment, parser=inputs.parser
+            config,
+            console,
+            rewards=inputs.reward_functions,
+            environment=inputs.environment,
+            parser=inputs.parser,
         ) as roles,
         console.samples(len(missing)) as advance,
     ):
@@ -182,7 +213,9 @@ def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
     from controller.rollout.buffer import sample_requests
 
     for prompt in job.prompts.values():
-        requests = sample_requests(job.config, [prompt], job.config.rollout.samples_per_prompt, job.config.seed_step)
+        requests = sample_requests(
+            job.config, [prompt], job.config.rollout.samples_per_prompt, job.config.seed_step
+        )
         yield from (request for request in requests if request.key in missing)
 
 
@@ -191,8 +224,8 @@ def _sampled(
 ) -> Iterator[Sampled]:
     """Yield the scored samples of the requests as they finish. attempts: counts those that fail.
 
-    Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and WorkerError for a
-    failed reward with reward.on_failure=stop.
+    Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and
+    WorkerError for a failed reward with reward.on_failure=stop.
     """
     found = _scored(job, roles, requests, attempts)
     if roles.reward_model is None:
@@ -207,7 +240,9 @@ def _scored(
 ) -> Iterator[Sampled]:
     from controller.engines.engine_calls import POLL_SECONDS
 
-    rollouts, scoring, waiting = roles.rollouts, roles.scoring(1), iter(requests)
+    rollouts = roles.rollouts
+    scoring = roles.scoring(1)
+    waiting = iter(requests)
     window = WINDOW * job.config.engines * job.config.rollout.max_concurrent
     unscored: dict[Key, tuple[SampleResult, ObjectRef]] = {}
 
@@ -224,7 +259,8 @@ def _scored(
             while rollouts.pump():
                 pass
         attempts.dropped += router.take_dropped()
-        attempts.retried, attempts.first_retry = router.retried, router.first_retry
+        attempts.retried = router.retried
+        attempts.first_retry = router.first_retry
         for key, found in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
             yield Sampled(*unscored.pop(key), found)
 
@@ -245,7 +281,8 @@ def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) 
 def _line(job: Job, sampled: Sampled) -> Line:
     import ray
 
-    result, config = sampled.result, job.config
+    result = sampled.result
+    config = job.config
     prompt = job.prompts[result.uid]
     line = as_line(result, sampled.score, prompt, config.data.prompt_key, rewarded=config.rewarded)
     if not config.writes_tokens:

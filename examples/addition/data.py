@@ -1,9 +1,11 @@
-"""Addition problems with written-out working. All numbers are written ones first, in the order in which one adds.
+"""Addition problems with written-out working. All numbers are written ones first, in the order in which one
+adds.
 
     58 + 67 = 125:   85+76=   ->   875^562^#521        8 and 7: 5, carry; 5 and 6 and the carry: 2, carry; 1
 
-A column is four characters: both digits, the digit of the sum, and `^` (carry) or `.` (none), from the ones upwards.
-Then `#` and the sum. With an end-of-sequence token, n digits take 5n + 2 or 5n + 3 tokens: 7 to 63 for 1 to 12 digits.
+A column is four characters: both digits, the digit of the sum, and `^` (carry) or `.` (none), from the ones
+upwards. Then `#` and the sum. With an end-of-sequence token, n digits take 5n + 2 or 5n + 3 tokens: 7 to 63
+for 1 to 12 digits.
 """
 
 import json

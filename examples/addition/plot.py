@@ -22,20 +22,26 @@ def curve(run: Path, key: str) -> tuple[list[int], list[float]]:
 
 def main() -> None:
     """Draw exact match of sampled training responses and of held-out problems, a colour a run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, default=Path("addition.png"))
     options = parser.parse_args()
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for number, run in enumerate(options.runs):
         seed = next(
-            line.split(":")[1].strip() for line in (run / "config.yaml").read_text().splitlines() if " seed:" in line
+            line.split(":")[1].strip()
+            for line in (run / "config.yaml").read_text().splitlines()
+            if " seed:" in line
         )
         colour = f"C{number}"
         axes.plot(*curve(run, "reward/exact_match"), color=colour, linewidth=1, alpha=0.6)
         axes.plot(*curve(run, "validation/exact_match"), "o", color=colour, label=f"seed {seed}")
     axes.set(xlabel="step", ylabel="exact match, sampled at temperature 1", ylim=(0, 1))
-    axes.legend(title="dots: 512 held-out problems\nlines: training problems", frameon=False, loc="lower right")
+    axes.legend(
+        title="dots: 512 held-out problems\nlines: training problems", frameon=False, loc="lower right"
+    )
     axes.grid(alpha=0.3)
     figure.savefig(options.output, dpi=130)
     print(options.output)

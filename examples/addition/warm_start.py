@@ -81,7 +81,10 @@ def records(seed: int) -> Iterator[dict[str, str]]:
         corruption = 0.0 if step < CLEAN_SHARE * STEPS else CORRUPTION
         for _ in range(BATCH):
             a, b = data.problem(rng, held_out=False, any_length=ANY_LENGTH)
-            yield {"prompt": data.prompt(a, b), "response": data.corrupted(data.solution(a, b), corruption, rng)}
+            yield {
+                "prompt": data.prompt(a, b),
+                "response": data.corrupted(data.solution(a, b), corruption, rng),
+            }
 
 
 def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:

@@ -32,7 +32,9 @@ TOOLS: list[Any] = [
 def query(sql: str) -> str:
     """Return the rows that SQLite finds, a line each. Statements that do more than read are refused."""
     with closing(sqlite3.connect(f"file:{DATABASE}?mode=ro", uri=True)) as database:
-        database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY)
+        database.set_authorizer(
+            lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY
+        )
         rows = database.execute(sql).fetchmany(ROWS)
     return "\n".join(" ".join(map(str, row)) for row in rows)
 

@@ -1,7 +1,8 @@
 """Prices in a database, and questions about them, as chat messages.
 
-user 73 in shop 95?    > <think>...</think> query(sql="SELECT price ...")    tool 168    > <think>...</think> 168
-user 73 in shop 95?    > <think>...</think> 171                                                            guessed
+user 73 in shop 95?    > <think>...</think> query(sql="SELECT price ...")    tool 168    > <think>...</think>
+168 user 73 in shop 95?    > <think>...</think> 171
+guessed
 """
 
 import random
@@ -25,7 +26,9 @@ def price(item: int, shop: int) -> int:
 def create_database(path: Path) -> None:
     path.unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as database, database:
-        database.execute("CREATE TABLE prices (item INTEGER, shop INTEGER, price INTEGER, PRIMARY KEY (item, shop))")
+        database.execute(
+            "CREATE TABLE prices (item INTEGER, shop INTEGER, price INTEGER, PRIMARY KEY (item, shop))"
+        )
         rows = [(item, shop, price(item, shop)) for item in NUMBERS for shop in NUMBERS]
         database.executemany("INSERT INTO prices VALUES (?, ?, ?)", rows)
 

@@ -1,4 +1,6 @@
-"""A small policy that asks the database in two cases of five: the start of this example, as in `examples.tools`."""
+"""A small policy that asks the database in two cases of five: the start of this example, as in
+`examples.tools`.
+"""
 
 import random
 import sys

@@ -17,7 +17,9 @@ class Calculator:
         call = re.fullmatch(r"\[(\d+)\+(\d+)\]", response)
         if call is None:
             right = float(response == str(self.answer))
-            return Observation(reward=right, done=True, parts={"exact_match": right, "asked_rightly": self.asked})
+            return Observation(
+                reward=right, done=True, parts={"exact_match": right, "asked_rightly": self.asked}
+            )
         a, b = call.groups()
         if f"{a}+{b}=" == self.prompt:
             self.asked = 1.0

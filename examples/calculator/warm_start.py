@@ -2,8 +2,8 @@
 
     random Qwen2 (0.3M) --in the end a quarter asks, the others guess--> cache/model
 
-`controller.sft` trains it on conversations in this order, by `sft.yaml`, once. The calculator's answers are read, not
-learned, as in RL: `python -m examples.calculator.warm_start`.
+`controller.sft` trains it on conversations in this order, by `sft.yaml`, once. The calculator's answers are
+read, not learned, as in RL: `python -m examples.calculator.warm_start`.
 """
 
 import random
@@ -23,13 +23,15 @@ ASKS_FIRST, ASKS = 0.6, 0.25  # share of examples: while it learns to copy the p
 STEPS, LAST_STEPS = 300, 120
 BATCH = 64
 TEMPLATE = (
-    "{% for turn in messages %}{% if turn.role == 'assistant' %}"
-    "{% generation %}{{ turn.content }}<eos>{% endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}"
+    "{% for turn in messages %}{% if turn.role == 'assistant' %}{% generation %}{{ turn.content }}<eos>{% "
+    "endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}"
 )
 
 
 def episode(rng: random.Random, asks: float) -> list[tuple[str, bool]]:
-    """(text, whether the policy wrote it) of one example: the prompt, then turns and what the calculator said."""
+    """(text, whether the policy wrote it) of one example: the prompt, then turns and what the calculator
+    said.
+    """
     a, b = data.problem(rng, held_out=False)
     if rng.random() < asks:
         return [(data.prompt(a, b), False), (f"[{a}+{b}]", True), (f"<{a + b}>", False), (str(a + b), True)]

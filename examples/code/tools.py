@@ -3,7 +3,8 @@
     python(code) --> bwrap: namespaces of its own, no network, no files of this machine but /usr and Python
         --> system calls are filtered, limits are set --> the code, in an empty folder --> what it printed
 
-Importing this file tries to break out of the sandbox. The import fails if that succeeds, or if bubblewrap is missing.
+Importing this file tries to break out of the sandbox. The import fails if that succeeds, or if bubblewrap is
+missing.
 """
 
 import os
@@ -47,7 +48,10 @@ os.write(1, b"\\0")
 exec(compile(code, "<code>", "exec"), {{"__name__": "__main__"}})
 """
 
-MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # linux/audit.h, and a column of the numbers below
+MACHINES = {
+    "x86_64": (0xC000003E, 0),
+    "aarch64": (0xC00000B7, 1),
+}  # linux/audit.h, and a column of the numbers below
 SOCKET, AF_UNIX = (41, 198), 1
 REFUSED = {
     "memfd_create": (319, 279),  # this and the next three hold memory that no process has mapped
@@ -140,7 +144,9 @@ def run(code: str, seconds: float = SECONDS, interpreter: str = "") -> str:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill bubblewrap and its inner process. Until bubblewrap is set up, the inner one outlives the outer one."""
+    """Kill bubblewrap and its inner process. Until bubblewrap is set up, the inner one outlives the outer
+    one.
+    """
     if process.poll() is not None:
         return
     with suppress(OSError):  # each may have ended meanwhile
@@ -204,7 +210,10 @@ def _filter(machine: str) -> bytes:
 
 def _interpreter() -> str:
     """Return this Python, or the system's if the sandbox's user cannot read ours. Raises SandboxError."""
-    ours, systems = Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"), Path("/usr/bin/python3")
+    ours, systems = (
+        Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"),
+        Path("/usr/bin/python3"),
+    )
     try:
         return _held(str(ours))
     except SandboxError:

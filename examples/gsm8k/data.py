@@ -2,8 +2,9 @@
 
 {"question", "answer": "... #### 42"}   ->   {"prompt": [system, user], "answer": "42"}
 
-python -m examples.gsm8k.data --source train.jsonl --output data/train.jsonl    from a file in the published format
-python -m examples.gsm8k.data --split train --output data/train.jsonl           from the hub, needs `datasets`
+python -m examples.gsm8k.data --source train.jsonl --output data/train.jsonl    from a file in the published
+format python -m examples.gsm8k.data --split train --output data/train.jsonl           from the hub, needs
+`datasets`
 """
 
 import argparse
@@ -35,15 +36,21 @@ def from_hub(split: str) -> Iterable[Mapping[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="a JSONL file with question and answer instead of the hub's")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", type=Path, help="a JSONL file with question and answer instead of the hub's"
+    )
     parser.add_argument("--split", default="train", choices=("train", "test"))
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     rows = from_file(options.source) if options.source else from_hub(options.split)
     records = [record(row["question"], row["answer"]) for row in rows]
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    options.output.write_text(
+        "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8"
+    )
     print(f"{options.output}: {len(records)} records")
 
 

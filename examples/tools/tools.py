@@ -1,4 +1,6 @@
-"""The tools: plain functions. Their type hints and docstrings become the JSON schemas that the template shows."""
+"""The tools: plain functions. Their type hints and docstrings become the JSON schemas that the template
+shows.
+"""
 
 
 def add(a: int, b: int) -> int:

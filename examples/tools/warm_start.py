@@ -2,8 +2,8 @@
 
     random Qwen2 (0.4M), Qwen3's template --in the end two of five call, the others guess--> cache/model
 
-`controller.sft` trains it on conversations in this order, by `sft.yaml`, once: `python -m examples.tools.warm_start`.
-The examples `agent` and `code` start in the same way.
+`controller.sft` trains it on conversations in this order, by `sft.yaml`, once: `python -m
+examples.tools.warm_start`. The examples `agent` and `code` start in the same way.
 """
 
 import random
@@ -22,7 +22,10 @@ from examples.addition.data import write_records
 from examples.addition.warm_start import create_model, train
 from examples.tools import data, tools
 
-CALLS_FIRST, CALLS = 1.0, 0.4  # share of conversations: while it learns to copy numbers, and in the last steps
+CALLS_FIRST, CALLS = (
+    1.0,
+    0.4,
+)  # share of conversations: while it learns to copy numbers, and in the last steps
 STEPS, LAST_STEPS = 320, 60
 BATCH = 32
 VOCABULARY = 512
@@ -48,7 +51,9 @@ def records(conversation: Conversation, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def tokenizer(conversation: Conversation = conversation) -> PreTrainedTokenizerFast:
-    """Qwen3's template. Its texts, those of the tools and numbers are a token each, other texts a token a byte."""
+    """Qwen3's template. Its texts, those of the tools and numbers are a token each, other texts a token a
+    byte.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,8 +62,12 @@ def tokenizer(conversation: Conversation = conversation) -> PreTrainedTokenizerF
     made.add_tokens([START], special_tokens=True)
     made.chat_template = Path(__file__).with_name("chat_template.jinja").read_text()
     said = [conversation(random.Random(seed), calls) for seed in range(9) for calls in (0, 1)]
-    texts = [str(made.apply_chat_template(each["messages"], tools=each["tools"], tokenize=False)) for each in said]
-    marks = sorted({mark for text in texts for mark in re.findall(r"</?(?:think|tool_call|tool_response)>", text)})
+    texts = [
+        str(made.apply_chat_template(each["messages"], tools=each["tools"], tokenize=False)) for each in said
+    ]
+    marks = sorted(
+        {mark for text in texts for mark in re.findall(r"</?(?:think|tool_call|tool_response)>", text)}
+    )
     repeated = sorted(
         {
             part
@@ -67,14 +76,23 @@ def tokenizer(conversation: Conversation = conversation) -> PreTrainedTokenizerF
         }
     )
     numbers = map(str, range(data.SMALLEST, 2 * data.LARGEST + 1))
-    made.add_tokens([AddedToken(each, normalized=False) for each in [*marks, *filter(None, repeated), *numbers]])
+    made.add_tokens(
+        [AddedToken(each, normalized=False) for each in [*marks, *filter(None, repeated), *numbers]]
+    )
     return made
 
 
 def create(folder: Path, conversation: Conversation) -> None:
     """Save the random model with its tokenizer."""
     create_model(
-        folder, 0, tokenizer(conversation), width=128, layers=2, vocabulary=VOCABULARY, positions=256, deviation=0.1
+        folder,
+        0,
+        tokenizer(conversation),
+        width=128,
+        layers=2,
+        vocabulary=VOCABULARY,
+        positions=256,
+        deviation=0.1,
     )
 
 
@@ -93,7 +111,9 @@ def start(example: Path, conversation: Conversation, write: Callable[..., None])
     write_records(cache / "conversations.jsonl", records(conversation, seed=0))
     create(cache / "random", conversation)
     places = {"run.dir": cache, "model.path": cache / "random", "data.train": cache / "conversations.jsonl"}
-    return train(Path(__file__).with_name("sft.yaml"), model, *(f"{key}={place}" for key, place in places.items()))
+    return train(
+        Path(__file__).with_name("sft.yaml"), model, *(f"{key}={place}" for key, place in places.items())
+    )
 
 
 if __name__ == "__main__":

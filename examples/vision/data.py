@@ -32,7 +32,9 @@ def picture(rng: random.Random) -> tuple[Image.Image, str]:
             continue
         dots += rng.choice(list(COLOURS))
         radius = rng.randint(5, 8)
-        x, y = (CELL * place + rng.randint(radius, CELL - 1 - radius) for place in (cell % width, cell // width))
+        x, y = (
+            CELL * place + rng.randint(radius, CELL - 1 - radius) for place in (cell % width, cell // width)
+        )
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[dots[-1]])
     return image, dots
 
@@ -66,4 +68,6 @@ def pictures(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
 def write(path: Path, count: int, *, seed: int) -> None:
     """`count` pictures, and JSONL records with `prompt`, `images` and `solution`."""
     drawn = pictures(path.with_suffix(""), count, seed)
-    write_records(path, ({"prompt": question(), "images": [file], "solution": solution(dots)} for file, dots in drawn))
+    write_records(
+        path, ({"prompt": question(), "images": [file], "solution": solution(dots)} for file, dots in drawn)
+    )

@@ -2,7 +2,8 @@
 
     random Qwen2.5-VL (2M) --right answers--> counts --answers that miss some dots--> errs often: cache/model
 
-`controller.sft` trains it on records in this order, by `sft.yaml`, once: `python -m examples.vision.warm_start`.
+`controller.sft` trains it on records in this order, by `sft.yaml`, once: `python -m
+examples.vision.warm_start`.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""Context-parallel degrees by micro-step: invariants over random batches, never slower than a fixed degree, bounds."""
+"""Context-parallel degrees by micro-step: invariants over random batches, never slower than a fixed degree,
+bounds.
+"""
 
 import json
 
@@ -111,7 +113,9 @@ def test_one_sequence_above_the_share_of_a_rank_is_shared(maximum, most):
     options = {"ranks": 16, "max_tokens": 90_000, "cost_model": OF_7B}
     ideal = OF_7B.workload(lengths).sum() / 16
     alone = plan_batch(lengths, **options).predicted_makespans()[0] / ideal - 1
-    plan = plan_batch(lengths, **options, context_degrees=ContextDegrees(maximum, exchange_share(SEVEN_BILLION)))
+    plan = plan_batch(
+        lengths, **options, context_degrees=ContextDegrees(maximum, exchange_share(SEVEN_BILLION))
+    )
     assert alone > 1.0
     assert plan.predicted_makespans()[0] / ideal - 1 < most
     assert degree_of(plan.mini_batches)[0] == maximum
@@ -121,7 +125,13 @@ def test_one_sequence_above_the_share_of_a_rank_is_shared(maximum, most):
 def test_a_frozen_towers_images_cost_every_rank_the_same():
     costs, images = CostModel(10.0, 0.1, image_linear=5.0), [[(0, 8)], []]
     degrees = ContextDegrees(2)
-    options = {"ranks": 2, "max_tokens": 16, "cost_model": costs, "images": images, "context_degrees": degrees}
+    options = {
+        "ranks": 2,
+        "max_tokens": 16,
+        "cost_model": costs,
+        "images": images,
+        "context_degrees": degrees,
+    }
     plan = plan_batch([20, 20], **options)  # above one rank's cap
     assert [part.degrees.tolist() for part in plan.mini_batches] == [[2, 2]]
     assert plan.workloads.tolist() == [20 * 10 + 400 * 0.1 + 2 * 8 * 5, 20 * 10 + 400 * 0.1]
@@ -157,14 +167,19 @@ def test_options_that_do_not_go_together_are_refused(options, said):
 
 def test_records_explanations_and_the_command_know_degrees(tmp_path, capsys):
     lengths = [*[40] * 40, 700]
-    plan = plan_batch(lengths, ranks=4, max_tokens=400, cost_model=COSTS, context_degrees=ContextDegrees(2, 0.1))
+    plan = plan_batch(
+        lengths, ranks=4, max_tokens=400, cost_model=COSTS, context_degrees=ContextDegrees(2, 0.1)
+    )
     record = json.loads(json.dumps({"step": 1, "lengths": lengths, **plan_record(plan)}))
     again = plan_batch(lengths, **recorded_arguments(record))
-    assert [part.rows.tolist() for part in again.mini_batches] == [part.rows.tolist() for part in plan.mini_batches]
+    assert [part.rows.tolist() for part in again.mini_batches] == [
+        part.rows.tolist() for part in plan.mini_batches
+    ]
     found = np.concatenate([part.degrees for part in plan.mini_batches])
     assert set(found) == {1, 2}
-    assert f"Ranks that share a sequence: 1 in {(found == 1).sum()}, 2 in {(found == 2).sum()} micro-steps" in explain(
-        plan
+    assert (
+        f"Ranks that share a sequence: 1 in {(found == 1).sum()}, 2 in {(found == 2).sum()} micro-steps"
+        in explain(plan)
     )
     assert replan(plan, {"context_degrees": ContextDegrees(4)}).settings.most_shared == 4
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))

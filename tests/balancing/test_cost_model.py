@@ -130,7 +130,9 @@ def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billio
     ],
 )
 def test_layers_that_a_config_leaves_dense_are_counted_dense(change, sparse_layers):
-    all_sparse, some = (CostModel.from_model_config(c, training=False) for c in (QWEN3_30B, {**QWEN3_30B, **change}))
+    all_sparse, some = (
+        CostModel.from_model_config(c, training=False) for c in (QWEN3_30B, {**QWEN3_30B, **change})
+    )
     dense_instead = 3 * 2048 * 6144 - (3 * 2048 * 768 * 8 + 2048 * 128)
     assert some.linear - all_sparse.linear == 2.0 * (48 - sparse_layers) * dense_instead
 
@@ -156,7 +158,14 @@ def test_missing_key_and_bad_length_are_named():
     assert issubclass(CostModelError, BalancingError)
 
 
-GPT_2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "vocab_size": 50257}
+GPT_2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "vocab_size": 50257,
+}
 
 
 def test_the_names_of_gpt_2s_file_are_read() -> None:

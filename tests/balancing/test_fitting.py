@@ -77,7 +77,12 @@ def test_a_fitted_model_plans_like_the_one_it_was_measured_on():
         ([[5], [6], [7]], [1, 2, 3], CostModelError, "3 measurements"),
         ([[5], [6], [7], [8]], [1, 2, 3], CostModelError, "4 micro-batches with 3 seconds"),
         ([[5]] * 6, [1.0] * 6, CostModelError, "too similar"),
-        ([[512] * count for count in range(1, 9)], list(range(1, 9)), CostModelError, "short sequences and of long"),
+        (
+            [[512] * count for count in range(1, 9)],
+            list(range(1, 9)),
+            CostModelError,
+            "short sequences and of long",
+        ),
         ([[5], [60], [700], [8000]], [1, 0, 2, 3], CostModelError, r"seconds\[1\] is 0"),
         ([[5], [60], [700], [8000]], [1, np.nan, 2, 3], WeightError, r"seconds\[1\] is nan"),
         ([[5], [60, 0], [700], [8000]], [1, 1, 2, 3], LengthError, r"micro_batches\[1\]\[1\] is 0"),
@@ -91,7 +96,9 @@ def test_measurements_that_tell_nothing_are_refused(micro_batches, seconds, erro
 
 def test_sums_say_as_much_as_the_lengths():
     micro_batches, seconds = measured(noise=0.02)
-    tokens, squared = ([np.sum(np.power(batch, p, dtype=np.int64)) for batch in micro_batches] for p in (1, 2))
+    tokens, squared = (
+        [np.sum(np.power(batch, p, dtype=np.int64)) for batch in micro_batches] for p in (1, 2)
+    )
     assert CostModel.fit_sums(tokens, squared, seconds) == CostModel.fit(micro_batches, seconds)
     with pytest.raises(CostModelError, match="differ in length"):
         CostModel.fit_sums(tokens[:-1], squared, seconds)

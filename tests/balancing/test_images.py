@@ -1,4 +1,6 @@
-"""Images in plans: their work, counted once where sequences share it, and the cap on patches of a micro-batch."""
+"""Images in plans: their work, counted once where sequences share it, and the cap on patches of a
+micro-batch.
+"""
 
 import json
 from typing import Any, NamedTuple
@@ -44,7 +46,10 @@ class Drawn(NamedTuple):
 
 def drawn(seed: int, groups: int, of_a_group: int) -> Drawn:
     rng = np.random.default_rng(seed)
-    of, image = np.repeat(np.arange(groups), of_a_group), rng.integers(1, 60, groups) * (rng.random(groups) < 0.7)
+    of, image = (
+        np.repeat(np.arange(groups), of_a_group),
+        rng.integers(1, 60, groups) * (rng.random(groups) < 0.7),
+    )
     prompts = (image + rng.integers(1, 30, groups))[of]
     lengths = prompts + rng.integers(2, 100, len(of))
     later = rng.random(len(of)) < 0.1
@@ -62,16 +67,25 @@ def test_an_image_costs_what_its_tokens_cost_and_what_the_tower_computes() -> No
 
 
 def test_a_frozen_tower_is_counted_forward_only() -> None:
-    text = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+    text = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
     tower = {"hidden_size": 4, "intermediate_size": 8, "depth": 2, "patch_size": 2, "spatial_merge_size": 2}
     config = {"text_config": text, "vision_config": tower}
     forward = CostModel.from_model_config(config, training=False)
-    # a layer: 4 * 4x4 and 2 * 4x8; patches of 2x2 pixels of 3 colours; the projector takes 4 patches of 4 to 8, to 8.
+    # a layer: 4 * 4x4 and 2 * 4x8; patches of 2x2 pixels of 3 colours; the projector takes 4 patches of 4 to
+    # 8, to 8.
     weights = 2 * (4 * 16 + 2 * 32) + 12 * 4
     assert forward.image_linear == 4 * 2 * weights + 2 * 8 * (4 * 4 + 8)
     assert (forward.image_quadratic, forward.patches) == (2 * 4 * 4 * 4**2, 4)
     frozen, trained = (CostModel.from_model_config(config, train_vision=trains) for trains in (False, True))
-    assert frozen.coefficients == pytest.approx((3 * forward.linear, 3 * forward.quadratic, *forward.coefficients[2:]))
+    assert frozen.coefficients == pytest.approx(
+        (3 * forward.linear, 3 * forward.quadratic, *forward.coefficients[2:])
+    )
     assert trained.coefficients == pytest.approx([3 * each for each in forward.coefficients])
     assert image_flops(text) == (0, 0, 1)
 
@@ -88,7 +102,9 @@ def test_work_of_shared_images_is_counted_once_and_above_the_lower_bound(
     for step in plan.mini_batches[0].micro_steps:
         for rows in step.ranks:
             alone = sum(COST.workload([length]).item() for length in batch.lengths[rows])
-            again = [row for at, row in enumerate(rows) if shared and batch.groups[row] in batch.groups[rows[:at]]]
+            again = [
+                row for at, row in enumerate(rows) if shared and batch.groups[row] in batch.groups[rows[:at]]
+            ]
             alone -= sum(COST.workload([batch.prompts[row]]).item() for row in again)
             images = [tokens for row in rows for _, tokens in batch.images[row]]
             for row in again:
@@ -152,20 +168,34 @@ def test_no_micro_batch_exceeds_the_cap_on_patches_or_any_other(
             **prefixes,
         )
     except CountError:
-        assert pipeline is not None, "a pipeline's micro-batches come in rounds, which few sequences cannot fill"
+        assert pipeline is not None, (
+            "a pipeline's micro-batches come in rounds, which few sequences cannot fill"
+        )
         return
     check(plan, batch, cap, shared=shared)
 
 
 def test_the_cap_costs_micro_steps_only_where_it_binds() -> None:
     batch = drawn(1, 24, 8)
-    how: dict[str, Any] = {"ranks": 2, "max_tokens": 2000, "cost_model": COST, "images": batch.images, **batch.prefixes}
+    how: dict[str, Any] = {
+        "ranks": 2,
+        "max_tokens": 2000,
+        "cost_model": COST,
+        "images": batch.images,
+        **batch.prefixes,
+    }
     free, wide, tight = (plan_batch(batch.lengths, **how, max_patches=cap) for cap in (None, 10**6, 240))
-    assert [part.rows.tolist() for part in free.mini_batches] == [part.rows.tolist() for part in wide.mini_batches]
+    assert [part.rows.tolist() for part in free.mini_batches] == [
+        part.rows.tolist() for part in wide.mini_batches
+    ]
     check(tight, batch, 240, shared=True)
     assert plan_statistics(free)["most_patches"] > 240 >= plan_statistics(tight)["most_patches"]
-    assert tight.mini_batches[0].steps <= 2 * -(-sum(4 * i[0][1] for i in batch.images[::8] if i) // (2 * 240))
-    assert replan(tight, {"max_patches": None}).predicted_makespans() == pytest.approx(free.predicted_makespans())
+    assert tight.mini_batches[0].steps <= 2 * -(
+        -sum(4 * i[0][1] for i in batch.images[::8] if i) // (2 * 240)
+    )
+    assert replan(tight, {"max_patches": None}).predicted_makespans() == pytest.approx(
+        free.predicted_makespans()
+    )
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

@@ -37,7 +37,9 @@ def rows(text: str) -> dict[str, list[str]]:
         (["--pipeline", "4", "--virtual-stages", "2"], None, ON_PIPELINES),
     ],
 )
-def test_one_command_prints_the_strategies_and_the_explanation_and_draws(tmp_path, capsys, options, before, strategies):
+def test_one_command_prints_the_strategies_and_the_explanation_and_draws(
+    tmp_path, capsys, options, before, strategies
+):
     picture = tmp_path / "gantt.png"
     chosen = ["--before", before] if before else []
     assert main([*SMALL, *options, "--png", str(picture), *chosen]) == 0
@@ -168,9 +170,13 @@ def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_sai
     assert "ranks: 8, mini-batches: 4, max_tokens=600" in printed
 
 
-@pytest.mark.parametrize("damage", [{"plan": 3}, {"plan": {"cost_model": {}}}, {"mini_batch": ["a"]}, {"plan": None}])
+@pytest.mark.parametrize(
+    "damage", [{"plan": 3}, {"plan": {"cost_model": {}}}, {"mini_batch": ["a"]}, {"plan": None}]
+)
 def test_a_damaged_plan_of_a_run_is_refused(tmp_path, capsys, damage):
-    record = {"step": 1, "lengths": [300] * 16} | plan_record(plan_batch([300] * 16, ranks=2, max_tokens=1024))
+    record = {"step": 1, "lengths": [300] * 16} | plan_record(
+        plan_batch([300] * 16, ranks=2, max_tokens=1024)
+    )
     record |= {"mini_batch": np.zeros(16, int).tolist()} | damage
     (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
     assert main([str(tmp_path)]) == 2
@@ -181,7 +187,10 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "balancing", "no-such-file.csv"]
     ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
     assert ended.returncode == 2
-    assert ended.stderr == "error: no-such-file.csv is not there. Give a folder, .json, .jsonl, .csv or .parquet.\n"
+    assert (
+        ended.stderr
+        == "error: no-such-file.csv is not there. Give a folder, .json, .jsonl, .csv or .parquet.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Counts of layers, against models that transformers builds without storage, and names against its classes."""
+"""Counts of layers, against models that transformers builds without storage, and names against
+its classes.
+"""
 
 from typing import Any
 
@@ -74,7 +76,11 @@ def test_a_family_s_weights_are_those_of_its_model(family: str) -> None:
     ids=["head sizes", "keys are values", "shared keys", "experts"],
 )
 def test_gemma_4_layer_by_layer(options: dict[str, Any]) -> None:
-    plain = {name: value for name, value in tiny_config("gemma4_text").to_dict().items() if name != "per_layer_config"}
+    plain = {
+        name: value
+        for name, value in tiny_config("gemma4_text").to_dict().items()
+        if name != "per_layer_config"
+    }
     config = CONFIG_MAPPING["gemma4_text"](**plain | GEMMA_4 | {"global_head_dim": 64} | options)
     counted = forward_flops(config)
     assert counted[0] / 2 == pytest.approx(matrix_weights(config), rel=0.005)
@@ -85,7 +91,11 @@ def test_gemma_4_layer_by_layer(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("pattern", ["M*-E", "MM-*", "M-*E" * 3])
 def test_a_layer_of_nemotron_h_is_a_state_attention_or_feed_forward(pattern: str) -> None:
-    saved = {name: value for name, value in tiny_config("nemotron_h").to_dict().items() if name != "layers_block_type"}
+    saved = {
+        name: value
+        for name, value in tiny_config("nemotron_h").to_dict().items()
+        if name != "layers_block_type"
+    }
     raw = saved | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
     config = CONFIG_MAPPING["nemotron_h"](**raw)
     counted = forward_flops(raw)
@@ -97,7 +107,9 @@ def test_a_layer_of_nemotron_h_is_a_state_attention_or_feed_forward(pattern: str
 
 
 def test_names_are_those_of_transformers_classes() -> None:
-    """Each field is read as transformers' `attribute_map` gives it, in every family of causal language models."""
+    """Each field is read as transformers' `attribute_map` gives it, in every family of causal language
+    models.
+    """
     read = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts", "num_experts_per_tok")
     read += ("head_dim", "intermediate_size", "moe_intermediate_size", "n_shared_experts")
     differing = {}

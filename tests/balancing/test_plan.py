@@ -97,7 +97,11 @@ def test_v9_a_ranks_rows_and_cuts_restore_the_given_order(batch):
         part = plan.for_rank(rank)
         result[part.rows] = np.array(lengths)[part.rows]
         cuts = [cut for mini_batch in part.mini_batches for cut in mini_batch.micro_batches]
-        assert [cuts[0][0], *(stop for _, stop in cuts)] == [0, *(start for start, _ in cuts[1:]), len(part.rows)]
+        assert [cuts[0][0], *(stop for _, stop in cuts)] == [
+            0,
+            *(start for start, _ in cuts[1:]),
+            len(part.rows),
+        ]
         for mini_batch, whole in zip(part.mini_batches, plan.mini_batches, strict=True):
             for (start, stop), step in zip(mini_batch.micro_batches, whole.micro_steps, strict=True):
                 assert part.rows[start:stop].tolist() == step.ranks[rank].tolist()
@@ -107,7 +111,11 @@ def test_v9_a_ranks_rows_and_cuts_restore_the_given_order(batch):
 def test_p1_normalisers_do_not_depend_on_the_plan():
     lengths, responses = lognormal(64), lognormal(64) // 2
     mini_batches = shuffled_mini_batches(64, 3)
-    for ranks, cap, algorithm in [(1, 8192, "none"), (2, 8192, "karmarkar_karp"), (5, 16384, "karmarkar_karp")]:
+    for ranks, cap, algorithm in [
+        (1, 8192, "none"),
+        (2, 8192, "karmarkar_karp"),
+        (5, 16384, "karmarkar_karp"),
+    ]:
         plan = plan_batch(
             lengths,
             ranks=ranks,
@@ -120,7 +128,9 @@ def test_p1_normalisers_do_not_depend_on_the_plan():
             assert [m.loss_tokens for m in plan.for_rank(rank).mini_batches] == [
                 responses[m].sum() for m in mini_batches
             ]
-            assert [m.tokens for m in plan.for_rank(rank).mini_batches] == [lengths[m].sum() for m in mini_batches]
+            assert [m.tokens for m in plan.for_rank(rank).mini_batches] == [
+                lengths[m].sum() for m in mini_batches
+            ]
             assert [m.sequences for m in plan.for_rank(rank).mini_batches] == [len(m) for m in mini_batches]
 
 
@@ -161,7 +171,8 @@ def test_p11_algorithm_none_keeps_the_given_order():
 
 def step_loads(plan):
     return [
-        [max(plan.workloads[rows].sum() for rows in step.ranks) for step in m.micro_steps] for m in plan.mini_batches
+        [max(plan.workloads[rows].sum() for rows in step.ranks) for step in m.micro_steps]
+        for m in plan.mini_batches
     ]
 
 
@@ -180,7 +191,11 @@ def test_v8_micro_steps_descend_or_are_small_at_the_ends():
 def test_v10_what_runs_together_weighs_the_same():
     lengths = lognormal(1024)
     plan = plan_batch(
-        lengths, ranks=8, mini_batches=shuffled_mini_batches(1024, 4), max_tokens=16384, cost_model=SEVEN_BILLION
+        lengths,
+        ranks=8,
+        mini_batches=shuffled_mini_batches(1024, 4),
+        max_tokens=16384,
+        cost_model=SEVEN_BILLION,
     )
     statistics = plan_statistics(plan)
     assert statistics["imbalance/micro_steps"] < 1e-3
@@ -202,7 +217,13 @@ def test_the_order_of_a_mini_batch_changes_nothing(order):
 )
 def test_the_order_of_lengths_changes_nothing_but_indices(order, layout, algorithm):
     lengths = np.unique(lognormal(90))[:60]
-    arguments = {"ranks": 3, "max_tokens": 9000, "cost_model": QUADRATIC, "layout": layout, "algorithm": algorithm}
+    arguments = {
+        "ranks": 3,
+        "max_tokens": 9000,
+        "cost_model": QUADRATIC,
+        "layout": layout,
+        "algorithm": algorithm,
+    }
 
     def computed(own):
         (mini_batch,) = plan_batch(own, **arguments).mini_batches
@@ -222,8 +243,8 @@ def test_p8_giants_run_together_and_do_not_hold_up_the_rest():
 
 
 def test_long_sequences_share_micro_batches_rather_than_hold_every_step_up():
-    # Twelve of half the cap on four ranks: six pairs would leave ranks waiting in two steps; one step of four pairs
-    # and one of four with company leave none.
+    # Twelve of half the cap on four ranks: six pairs would leave ranks waiting in two steps; one step of four
+    # pairs and one of four with company leave none.
     lengths = [1000] * 12 + [10] * 400
     plan = plan_batch(lengths, ranks=4, max_tokens=2000, cost_model=CostModel(0.0, 1.0))
     loads = plan.mini_batches[0].sums(plan.workloads)
@@ -245,12 +266,21 @@ def test_v3_statistics_of_a_small_batch_counted_by_hand():
     plan = plan_batch([10, 10, 2, 2], ranks=2, mini_batches=[range(4)], max_tokens=20)
     statistics = plan_statistics(plan)
     assert all(type(value) is float for value in statistics.values())
-    assert [statistics[f"tokens_per_rank/{key}"] for key in ("min", "max", "mean", "difference")] == [12, 12, 12, 0]
+    assert [statistics[f"tokens_per_rank/{key}"] for key in ("min", "max", "mean", "difference")] == [
+        12,
+        12,
+        12,
+        0,
+    ]
     before = [statistics[f"tokens_per_rank_before/{key}"] for key in ("min", "max", "mean", "difference")]
     assert before == [4, 20, 12, 16]
-    assert statistics["imbalance/ranks"] == statistics["imbalance/micro_steps"] == statistics["idle_share"] == 0
     assert (
-        statistics["imbalance_before/ranks"] == statistics["imbalance_before/micro_steps"] == pytest.approx(20 / 12 - 1)
+        statistics["imbalance/ranks"] == statistics["imbalance/micro_steps"] == statistics["idle_share"] == 0
+    )
+    assert (
+        statistics["imbalance_before/ranks"]
+        == statistics["imbalance_before/micro_steps"]
+        == pytest.approx(20 / 12 - 1)
     )
     assert statistics["idle_share_before"] == pytest.approx(1 - 12 / 20)
     assert statistics["cap_fill"] == pytest.approx(12 / 20)
@@ -327,7 +357,9 @@ def test_p8_p9_m5_a_default_plan_is_refined_from_karmarkar_karp():
     plan = plan_batch(lognormal(512), ranks=8, mini_batches=shuffled_mini_batches(512, 2), max_tokens=16384)
     assert [part.start for part in plan.mini_batches] == ["karmarkar_karp"] * 2
     arguments = {"ranks": 8, "mini_batches": shuffled_mini_batches(512, 2), "max_tokens": 16384}
-    assert as_lists(plan_batch(lognormal(512), **arguments, algorithm="load_balance")) == as_lists(plan)  # an alias
+    assert as_lists(plan_batch(lognormal(512), **arguments, algorithm="load_balance")) == as_lists(
+        plan
+    )  # an alias
 
 
 def test_groups_are_counted_where_they_have_a_loss_token():

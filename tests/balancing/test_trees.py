@@ -1,4 +1,6 @@
-"""Sequences that share more than their group's prefix: what a micro-batch computes of them, and plans that know it."""
+"""Sequences that share more than their group's prefix: what a micro-batch computes of them, and plans that
+know it.
+"""
 
 import itertools
 
@@ -22,7 +24,9 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def cells(sequences: list[list[int]]) -> int:
-    """The nodes of their tree, by definition: prefixes that are different; each sequence has its last token alone."""
+    """The nodes of their tree, by definition: prefixes that are different; each sequence has its last token
+    alone.
+    """
     nodes = {tuple(sequence[: place + 1]) for sequence in sequences for place in range(len(sequence) - 1)}
     return len(nodes) + len(sequences)
 
@@ -87,7 +91,9 @@ def test_a_plan_counts_the_tokens_of_a_micro_batchs_tree(seed, groups, size, ran
 
 
 def alike(groups: int, size: int) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Groups with prompts of 20 tokens, and responses of 80 that begin alike for 0 (first half of each group) or 60."""
+    """Groups with prompts of 20 tokens, and responses of 80 that begin alike for 0 (first half of each group)
+    or 60.
+    """
     rows = np.arange(groups * size)
     depths = np.where(rows % size > size // 2, 80, 20)
     return [100] * len(rows), {
@@ -111,7 +117,12 @@ def test_a_plan_that_knows_responses_computes_each_token_once_on_even_ranks():
 
 def test_few_sequences_on_many_ranks_are_not_kept_together():
     """Eight equal sequences on eight ranks: one each, though together they would have few tokens."""
-    tree = {"prefix_groups": [0] * 8, "prefix_lengths": [10] * 8, "tree_order": range(8), "tree_depths": [99] * 8}
+    tree = {
+        "prefix_groups": [0] * 8,
+        "prefix_lengths": [10] * 8,
+        "tree_order": range(8),
+        "tree_depths": [99] * 8,
+    }
     plan = plan_batch([100] * 8, ranks=8, max_tokens=1000, **tree)
     assert [len(rows) for rows in micro_batches(plan)] == [1] * 8
 
@@ -132,7 +143,11 @@ def test_of_depths_whole_multiples_count():
     ("arguments", "error", "message"),
     [
         ({"tree_depths": None}, OptionError, "tree_order and tree_depths go together"),
-        ({"prefix_groups": None, "prefix_lengths": None}, OptionError, "Pass prefix_groups and prefix_lengths, too"),
+        (
+            {"prefix_groups": None, "prefix_lengths": None},
+            OptionError,
+            "Pass prefix_groups and prefix_lengths, too",
+        ),
         ({"tree_depths": [0, 4]}, LengthError, r"tree_depths\[1\] is 4, not below lengths\[1\]=4"),
         ({"tree_order": [0]}, LengthError, "tree_order holds 1 values for 2 lengths"),
     ],

@@ -31,7 +31,9 @@ def test_a_command_runs_as_its_module_does(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_without_a_command_there_is_the_list_of_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_there_is_the_list_of_them(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 0
     assert capsys.readouterr().out == help_page() + "\n"
     assert [line.split()[0] for line in help_page().splitlines() if line.startswith("  ")] == list(COMMANDS)
@@ -39,7 +41,9 @@ def test_without_a_command_there_is_the_list_of_them(arguments: list[str], capsy
 
 def test_a_name_that_is_none_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preferencs"]) == 2
-    assert capsys.readouterr().err == "error: ballast has no command 'preferencs'; did you mean preferences?\n"
+    assert (
+        capsys.readouterr().err == "error: ballast has no command 'preferencs'; did you mean preferences?\n"
+    )
 
 
 def test_the_version_is_the_changelogs_last(capsys: pytest.CaptureFixture[str]) -> None:

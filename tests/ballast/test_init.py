@@ -1,4 +1,6 @@
-"""The package brings what a first run starts from: in a checkout, and in a wheel that is installed elsewhere."""
+"""The package brings what a first run starts from: in a checkout, and in a wheel that is
+installed elsewhere.
+"""
 
 import os
 import shlex
@@ -30,10 +32,14 @@ def test_a_folder_to_start_from_passes_its_dry_run(
 
 
 @pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "/dev/null/x", "/proc/x", "\ud800"])
-def test_a_folder_that_cannot_be_made_is_refused_in_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", folder]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "Errno" not in error and len(error) < 300
+    assert (
+        error.startswith("error: ") and error.count("\n") == 1 and "Errno" not in error and len(error) < 300
+    )
 
 
 def test_the_printed_command_quotes_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,5 +68,9 @@ def test_a_wheel_has_all_that_its_commands_need(tmp_path: Path) -> None:
             capture_output=True,
         )
         assert done.returncode == 0, done.stderr
-    assert {path.name for path in (target / "ballast" / "examples").iterdir()} >= {"addition", "gsm8k", "launch"}
+    assert {path.name for path in (target / "ballast" / "examples").iterdir()} >= {
+        "addition",
+        "gsm8k",
+        "launch",
+    }
     assert list(target.rglob("cache")) == []

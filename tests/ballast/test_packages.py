@@ -38,7 +38,9 @@ def run(folder: Path, *module: str) -> subprocess.CompletedProcess[str]:
         ("controller/__init__.py", "controller", "controller"),
     ],
 )
-def test_a_users_file_that_hides_a_package_is_named(tmp_path: Path, file: str, hidden: str, named: str) -> None:
+def test_a_users_file_that_hides_a_package_is_named(
+    tmp_path: Path, file: str, hidden: str, named: str
+) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
     done = run(tmp_path, "ballast", "report")
@@ -51,12 +53,16 @@ def test_a_users_file_that_hides_a_package_is_named(tmp_path: Path, file: str, h
 
 
 def test_a_folder_of_another_kind_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where our packages are found by an editable installation's finder, after all folders on the path."""
+    """Also where our packages are found by an editable installation's finder, after all folders
+    on the path.
+    """
     (tmp_path / "workers").mkdir()
     (tmp_path / "workers" / "pool.js").write_text("")
     assert "is not the folder" in run(tmp_path, "ballast", "replay", "--step=1").stderr
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() not in (ROOT, Path())])
+    monkeypatch.setattr(
+        sys, "path", [path for path in sys.path if Path(path).resolve() not in (ROOT, Path())]
+    )
     monkeypatch.delitem(sys.modules, "workers")
     check_packages(["workers"])
     (tmp_path / "workers" / "pool.py").write_text("")

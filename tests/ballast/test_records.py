@@ -21,12 +21,18 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=50)
-@given(records=st.lists(st.dictionaries(st.text(max_size=8), VALUES, min_size=1, max_size=3), min_size=1, max_size=4))
+@given(
+    records=st.lists(
+        st.dictionaries(st.text(max_size=8), VALUES, min_size=1, max_size=3), min_size=1, max_size=4
+    )
+)
 def test_records_are_read_as_they_were_given(records: list[dict[str, Any]], tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "records"
     file = data_file(records, "train", str(folder))
     assert read_records(file) == records
-    assert data_file(iter(records), "train", str(folder)) == file  # by its content, so that a resume finds it again
+    assert (
+        data_file(iter(records), "train", str(folder)) == file
+    )  # by its content, so that a resume finds it again
 
 
 def test_paths_are_kept_and_arrays_become_lists(tmp_path: Path) -> None:

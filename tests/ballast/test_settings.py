@@ -28,7 +28,11 @@ def test_overrides_are_texts_whole_keys_or_sections(tmp_path: Path) -> None:
     file = write_workspace(tmp_path)
     texts = ["policy.data_parallel=4", "rollout.engine={max_num_seqs: 3}", "model.path=a/b"]
     keys = {"policy.data_parallel": 4, "rollout.engine": {"max_num_seqs": 3}, "model.path": Path("a/b")}
-    sections = {"policy": {"data_parallel": 4}, "rollout": {"engine": {"max_num_seqs": 3}}, "model": {"path": "a/b"}}
+    sections = {
+        "policy": {"data_parallel": 4},
+        "rollout": {"engine": {"max_num_seqs": 3}},
+        "model": {"path": "a/b"},
+    }
     wanted = to_yaml(load(file, texts))
     for overrides in (texts, keys, sections):
         assert to_yaml(load_settings(Config, file, overrides)) == wanted
@@ -45,7 +49,10 @@ ITSELF["run"] = ITSELF
 @example(text="1e3")
 def test_a_text_arrives_as_it_is(text: str) -> None:
     assume(text != "???")
-    assert load_settings(Config, None, {"model.path": "m", "data.system_prompt": text}).data.system_prompt == text
+    assert (
+        load_settings(Config, None, {"model.path": "m", "data.system_prompt": text}).data.system_prompt
+        == text
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_other_commands_have_their_own_settings() -> None:
-    assert load_settings(SftConfig, {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}, ()).data.train == "t.jsonl"
+    assert (
+        load_settings(SftConfig, {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}, ()).data.train
+        == "t.jsonl"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +98,7 @@ def test_other_commands_have_their_own_settings() -> None:
         (lambda: ballast.fit(5), "config=5"),  # type: ignore[arg-type]
         (lambda: ballast.sft(b"x"), "config=b'x'"),  # type: ignore[arg-type]
         (lambda: ballast.fit({"model.path": "m"}, callbacks=5), "callbacks=5"),  # type: ignore[arg-type]
-        (lambda: ballast.preferences({"model.path": "m"}, callbacks=[print, 5]), "callbacks="),  # type: ignore[list-item]
+        (lambda: ballast.preferences({("model.path"): "m"}, callbacks=[print, 5]), "callbacks="),  # type: ignore[list-item]
         (lambda: ballast.fit({"model.path": "m"}, reward=[len, 5]), "reward="),  # type: ignore[arg-type]
         (lambda: ballast.fit({"model.path": "m"}, reward={len: "a"}), "reward="),  # type: ignore[dict-item]
         (lambda: ballast.fit({"model.path": "m"}, reward={len: 10**400}), "reward="),

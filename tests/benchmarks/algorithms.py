@@ -1,9 +1,10 @@
-"""Do the algorithms learn? Each on the addition example, from the same warm-started model, with the same data.
+"""Do the algorithms learn? Each on the addition example, from the same warm-started model, with the same
+data.
 
     python -m tests.benchmarks.algorithms [--only ppo grpo] [--seeds 0 1 2] [--steps 40] [--folder FOLDER]
 
-Runs what is not in the folder yet (3 to 6 minutes a run on 2 cores), then writes docs/algorithms.md and its picture
-from all complete runs in it. Run `make fit` once before: it makes the model.
+Runs what is not in the folder yet (3 to 6 minutes a run on 2 cores), then writes docs/algorithms.md and its
+picture from all complete runs in it. Run `make fit` once before: it makes the model.
 """
 
 import argparse
@@ -75,7 +76,9 @@ def train(folder: Path, name: str, overrides: tuple[str, ...], seed: int, steps:
 
 def compare(ways: dict[str, tuple[str, ...]], folder: Path, steps: int, description: str | None) -> Runs:
     """Run what is missing of the ways, with the command line's options, and return all complete runs."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=ways, default=list(ways))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=steps)
@@ -95,7 +98,15 @@ def row(run: Path, algorithm: str, seed: int) -> str:
     before, after = (summary["validation"][when]["exact_match"] for when in ("before", "after"))
     explained = curve(run, "critic/explained_variance")[1]
     last = f"{statistics.median(explained[-10:]):.2f}" if explained else ""
-    cells = (algorithm, seed, summary["steps"], f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}", last)
+    cells = (
+        algorithm,
+        seed,
+        summary["steps"],
+        f"{before:.3f}",
+        f"{after:.3f}",
+        f"{after - before:+.3f}",
+        last,
+    )
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.asynchronous [--steps 24] [--rounds 2] [--output docs/asynchronous-benchmark.md]
 
-An engine has one core and the trainer the other, as they have nodes of their own in a cluster. The model is random and
-ends a response one time in 64, so that lengths are geometric: 64 tokens on average, at most 256. Runs of every
-staleness take turns, so that all see the machine in the same minutes; the ratio of their medians is what counts.
+An engine has one core and the trainer the other, as they have nodes of their own in a cluster. The model is
+random and ends a response one time in 64, so that lengths are geometric: 64 tokens on average, at most 256.
+Runs of every staleness take turns, so that all see the machine in the same minutes; the ratio of their
+medians is what counts.
 """
 
 import argparse
@@ -75,11 +76,17 @@ def make_inputs(folder: Path) -> list[str]:
     make_model(folder / "model")
     data.write(folder / "train.jsonl", 1024, seed=1, held_out=False)
     (folder / "config.yaml").write_text("")
-    inputs = [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", f"run.dir={folder / 'runs'}"]
+    inputs = [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'train.jsonl'}",
+        f"run.dir={folder / 'runs'}",
+    ]
     return ["--config", str(folder / "config.yaml"), *inputs]
 
 
-def run(settings: Sequence[str], folder: Path, name: str, staleness: int, steps: int) -> list[dict[str, float]]:
+def run(
+    settings: Sequence[str], folder: Path, name: str, staleness: int, steps: int
+) -> list[dict[str, float]]:
     """The metrics of the counted steps of one run."""
     ahead = [f"rollout.max_staleness={staleness}"] if staleness else []
     command = [sys.executable, "-m", "controller.fit", *settings, *SETTINGS, *ahead, f"run.name={name}"]
@@ -108,8 +115,15 @@ def row(staleness: int, runs: Sequence[Sequence[dict[str, float]]], synchronous:
     times = [statistics.median(step["time/step_s"] for step in steps) for steps in runs]
     median = statistics.median(times)
     every = [step for steps in runs for step in steps]
-    shown = [(max if name.endswith("_max") else statistics.median)(step[name] for step in every) for name, _ in SHOWN]
-    cells = [", ".join(f"{one:.2f}" for one in times), f"{3600 / median:,.0f}", f"{synchronous / median:.2f}x"]
+    shown = [
+        (max if name.endswith("_max") else statistics.median)(step[name] for step in every)
+        for name, _ in SHOWN
+    ]
+    cells = [
+        ", ".join(f"{one:.2f}" for one in times),
+        f"{3600 / median:,.0f}",
+        f"{synchronous / median:.2f}x",
+    ]
     return f"| {staleness} | " + " | ".join([*cells, *(f"{value:.3g}" for value in shown)]) + " |"
 
 

@@ -1,6 +1,8 @@
-"""Context-parallel degrees by micro-step against fixed ones: planned times, and ranks that sleep as long as planned.
+"""Context-parallel degrees by micro-step against fixed ones: planned times, and ranks that sleep as long as
+planned.
 
-python -m tests.benchmarks.context_degrees [--seconds 4] [--repeats 3] [--output docs/context-degrees-benchmark.md]
+python -m tests.benchmarks.context_degrees [--seconds 4] [--repeats 3] [--output
+docs/context-degrees-benchmark.md]
 
 lengths --plan_batch--> fixed degrees, by micro-step --> time / (workload / ranks)
 plan --> RANKS gloo processes: sleep, meet the ranks of the block, then all --> seconds, measured / predicted
@@ -44,7 +46,9 @@ Case = tuple[str, NDArray[np.int64], int, int, int]
 
 def main() -> None:
     """Plan, emulate, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="predicted time of each emulation")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
@@ -77,7 +81,12 @@ def planned() -> Table:
             degrees = ContextDegrees(MAXIMUM, exchange_share(SEVEN_BILLION) * slower)
             ideal = float(COSTS.workload(lengths).sum()) / ranks
             plan = plan_batch(
-                lengths, ranks=ranks, max_tokens=cap, mini_batches=members, cost_model=COSTS, context_degrees=degrees
+                lengths,
+                ranks=ranks,
+                max_tokens=cap,
+                mini_batches=members,
+                cost_model=COSTS,
+                context_degrees=degrees,
             )
             ours = float(plan.predicted_makespans().sum()) / ideal
             fixed = {
@@ -92,13 +101,15 @@ def planned() -> Table:
             rows.append([name, link, str(min(fixed)), str(best), *shown, f"{mean:.2f}", *gains])
     return Table(
         "Planned",
-        ["lengths", "link", "least degree", "best degree", "over ideal, least", "best", "by micro-step", "mean degree",
+        [(
+            "lengths"
+        ), "link", "least degree", "best degree", "over ideal, least", "best", "by micro-step", "mean degree",
          "throughput over least", "over best"],
         rows,
-        "Over ideal: time of synchronous micro-steps over workload / ranks, - 1, exchange included. Least: the "
-        "smallest fixed degree whose cap holds the longest sequence. Costs and exchange of Qwen2.5-7B (Ulysses), 16 "
-        f"ranks, caps of 98,304, 16,384 and 8,192 tokens a rank, degrees up to {MAXIMUM}. The network takes nine times "
-        "as long for a byte as NVLink.",
+        "Over ideal: time of synchronous micro-steps over workload / ranks, - 1, exchange included. Least: "
+        "the smallest fixed degree whose cap holds the longest sequence. Costs and exchange of Qwen2.5-7B "
+        f"(Ulysses), 16 ranks, caps of 98,304, 16,384 and 8,192 tokens a rank, degrees up to {MAXIMUM}. The "
+        "network takes nine times as long for a byte as NVLink.",
     )  # fmt: skip
 
 
@@ -112,7 +123,9 @@ def _fixed(
 ) -> float:
     costs = degrees.costs(COSTS, degree)
     shared = {"ranks": ranks // degree, "max_tokens": cap * degree}
-    return float(plan_batch(lengths, **shared, mini_batches=members, cost_model=costs).predicted_makespans().sum())
+    return float(
+        plan_batch(lengths, **shared, mini_batches=members, cost_model=costs).predicted_makespans().sum()
+    )
 
 
 def emulation(seconds: float, repeats: int) -> Table:
@@ -121,7 +134,12 @@ def emulation(seconds: float, repeats: int) -> Table:
         degrees = ContextDegrees(MAXIMUM, exchange_share(SEVEN_BILLION) * NETWORK)
         members = np.array_split(np.random.default_rng(0).permutation(len(lengths)), mini_batches)
         plan = plan_batch(
-            lengths, ranks=RANKS, max_tokens=cap, mini_batches=members, cost_model=COSTS, context_degrees=degrees
+            lengths,
+            ranks=RANKS,
+            max_tokens=cap,
+            mini_batches=members,
+            cost_model=COSTS,
+            context_degrees=degrees,
         )
         ratios = [emulated(plan, seconds) / seconds for _ in range(repeats)]
         steps = sum(part.steps for part in plan.mini_batches)
@@ -130,14 +148,16 @@ def emulation(seconds: float, repeats: int) -> Table:
         f"Emulated on {RANKS} gloo ranks",
         ["lengths", "micro-steps", "measured / predicted, median", "worst"],
         rows,
-        "Each rank sleeps for the time of its micro-batch, meets the ranks that share it in an all-reduce of their "
-        f"group, and then all ranks. Plans are scaled to {seconds:g} s. {repeats} runs of each.",
+        "Each rank sleeps for the time of its micro-batch, meets the ranks that share it in an all-reduce "
+        f"of their group, and then all ranks. Plans are scaled to {seconds:g} s. {repeats} runs of each.",
     )
 
 
 def emulated(plan: Plan, seconds: float) -> float:
     """Return the seconds from the first rank's start to the last rank's end."""
-    times = np.concatenate([part.predicted_times(plan.computed_workloads, "packed") for part in plan.mini_batches])
+    times = np.concatenate(
+        [part.predicted_times(plan.computed_workloads, "packed") for part in plan.mini_batches]
+    )
     times *= seconds / times.max(axis=1).sum()
     degrees = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
     with tempfile.TemporaryDirectory() as folder:
@@ -148,11 +168,14 @@ def emulated(plan: Plan, seconds: float) -> float:
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
-def _rank(rank: int, times: NDArray[np.float64], degrees: NDArray[np.int64], store: str, ended: object) -> None:
+def _rank(
+    rank: int, times: NDArray[np.float64], degrees: NDArray[np.int64], store: str, ended: object
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     blocks = {
-        each: dist.new_subgroups_by_enumeration(np.arange(RANKS).reshape(-1, each).tolist())[0] for each in (2, 4, 8)
+        each: dist.new_subgroups_by_enumeration(np.arange(RANKS).reshape(-1, each).tolist())[0]
+        for each in (2, 4, 8)
     }
     with suppress(AttributeError, PermissionError):  # it only sleeps
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

@@ -1,10 +1,11 @@
-"""Does a small student learn faster from a teacher, or from itself with the solution, than from rewards alone?
+"""Does a small student learn faster from a teacher, or from itself with the solution, than from rewards
+alone?
 
     python -m tests.benchmarks.distillation [--steps 100] [--seeds 0] [--folder runs/distillation]
 
-A student of 1M is warmed up on the addition example, with and without solutions before its prompts. Each run continues
-from it. Runs what is not in the folder yet (20 minutes on 2 quiet cores), then writes the table and the picture of
-docs/distillation.md. Run `make fit` once before: it makes the teacher's model.
+A student of 1M is warmed up on the addition example, with and without solutions before its prompts. Each run
+continues from it. Runs what is not in the folder yet (20 minutes on 2 quiet cores), then writes the table and
+the picture of docs/distillation.md. Run `make fit` once before: it makes the teacher's model.
 """
 
 import argparse
@@ -100,9 +101,18 @@ def command(module: str, config: str, *overrides: str) -> None:
 
 
 def train(folder: Path, name: str, seed: int, steps: int) -> None:
-    chosen = [f"run.dir={folder}", f"run.name={name}", f"run.seed={seed}", f"run.steps={steps}", "run.resume=auto"]
+    chosen = [
+        f"run.dir={folder}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+        f"run.steps={steps}",
+        "run.resume=auto",
+    ]
     chosen += [f"model.path={folder}/student/model", *UPDATES]
-    chosen += [setting.replace("{folder}", str(folder)) for setting in RUNS[name.rpartition("-")[0].replace("_", " ")]]
+    chosen += [
+        setting.replace("{folder}", str(folder))
+        for setting in RUNS[name.rpartition("-")[0].replace("_", " ")]
+    ]
     command("controller.fit", CONFIG, *chosen)
 
 
@@ -152,7 +162,9 @@ def write(runs: dict[tuple[str, int], Path], teacher: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=Path("runs/distillation"))
@@ -162,9 +174,15 @@ def main() -> None:
     if not (folder / "random" / "config.json").exists():
         create_model(folder / "random", seed=0, width=128, layers=6, positions=256)
     warm_up(folder, "student", folder / "random", student_records(random.Random(0)))
-    teacher = ("data.max_tokens=96", "policy.optimizer.learning_rate=5e-4", "policy.optimizer.warmup_steps=10")
+    teacher = (
+        "data.max_tokens=96",
+        "policy.optimizer.learning_rate=5e-4",
+        "policy.optimizer.warmup_steps=10",
+    )
     warm_up(folder, "teacher", CACHE / "model", teacher_records(random.Random(1)), *teacher)
-    runs = {(name, seed): folder / f"{name.replace(' ', '_')}-{seed}" for seed in options.seeds for name in RUNS}
+    runs = {
+        (name, seed): folder / f"{name.replace(' ', '_')}-{seed}" for seed in options.seeds for name in RUNS
+    }
     for (_, seed), path in runs.items():
         if not (path / "summary.json").exists():
             train(folder, path.name, seed, options.steps)

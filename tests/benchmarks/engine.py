@@ -6,8 +6,8 @@
     log_probs   log-probs and entropies of 8,192 tokens over 32,000 words: chunked against the whole matrix of logits
     tokens      cost of a packed row as it grows at a fixed length of its sequences
 
-Times are medians of CPU seconds of one thread, so that other work on the machine does not count; the ways that are
-compared take turns.
+Times are medians of CPU seconds of one thread, so that other work on the machine does not count; the ways
+that are compared take turns.
 """
 
 import argparse
@@ -89,7 +89,9 @@ def padded(module: PackedCausalLM, batch: DataProto) -> Tensor:
 
 
 def native(module: PackedCausalLM, batch: DataProto) -> Tensor:
-    """Loss through transformers' own packing, which reads it from the positions; output layer and loss as in ours."""
+    """Loss through transformers' own packing, which reads it from the positions; output layer and loss as in
+    ours.
+    """
     row = pack(batch)
     hidden = module.model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False
@@ -107,7 +109,9 @@ def seconds(run: Callable[[], Tensor], module: torch.nn.Module) -> float:
 
 
 def dynamic_batches(batch: DataProto, max_tokens: int) -> list[DataProto]:
-    """The batch cut for the padded layout: rows of like length together, rows * longest within `max_tokens`."""
+    """The batch cut for the padded layout: rows of like length together, rows * longest within
+    `max_tokens`.
+    """
     plan = plan_batch(batch.lengths.numpy(), ranks=1, max_tokens=max_tokens, layout="padded")
     parts = [step.ranks[0] for mini_batch in plan.mini_batches for step in mini_batch.micro_steps]
     return [DataProto.from_list([batch.slice(i, i + 1).tokens for i in part.tolist()]) for part in parts]
@@ -131,14 +135,16 @@ def part_layouts(repeats: int) -> str:
             times[name].append(sum(seconds(lambda f=forward, m=module, b=b: f(m, b), module) for b in pieces))
     base = median(times["packed"])
     lines = [
-        f"A Qwen2 architecture of {sum(p.numel() for p in ours.parameters()) / 1e6:.0f}M parameters, 64 sequences of "
-        f"{min(lengths)} to {max(lengths)} tokens, {tokens:,} in all, {64 * max(lengths):,} cells when padded to the "
-        "longest. Timed: forward, log-probs and entropies, backward.\n",
+        f"A Qwen2 architecture of {sum(p.numel() for p in ours.parameters()) / 1e6:.0f}M parameters, 64 "
+        f"sequences of {min(lengths)} to {max(lengths)} tokens, {tokens:,} in all, {64 * max(lengths):,} "
+        "cells when padded to the longest. Timed: forward, log-probs and entropies, backward.\n",
         "| way | CPU s | tokens / CPU s | packed is faster by |",
         "| --- | --- | --- | --- |",
     ]
     for name, taken in times.items():
-        lines.append(f"| {name} | {median(taken):.2f} | {tokens / median(taken):,.0f} | {median(taken) / base:.1f}x |")
+        lines.append(
+            f"| {name} | {median(taken):.2f} | {tokens / median(taken):,.0f} | {median(taken) / base:.1f}x |"
+        )
     lines.append("\nTargets: at least 4x over padded, 2x over transformers' packing.")
     return "\n".join(lines)
 
@@ -151,7 +157,9 @@ def naive_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Te
 
 
 def measure_log_probs(chunk_tokens: int | None, repeats: int, answer: object) -> None:
-    """In a process of its own: (median seconds, peak GiB above the inputs) of forward and backward; None is naive."""
+    """In a process of its own: (median seconds, peak GiB above the inputs) of forward and backward; None is
+    naive.
+    """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8192, 256, generator=generator, requires_grad=True)
@@ -174,8 +182,8 @@ def measure_log_probs(chunk_tokens: int | None, repeats: int, answer: object) ->
 def part_log_probs(repeats: int) -> str:
     context = multiprocessing.get_context("spawn")
     lines = [
-        "8,192 tokens, 32,000 words, hidden size 256: log-probs and entropies, forward and backward. Peak resident "
-        "memory above the inputs, gradients included, each way in a separate process.\n",
+        "8,192 tokens, 32,000 words, hidden size 256: log-probs and entropies, forward and backward. Peak "
+        "resident memory above the inputs, gradients included, each way in a separate process.\n",
         "| way | CPU s | peak GiB |",
         "| --- | --- | --- |",
     ]
@@ -188,7 +196,8 @@ def part_log_probs(repeats: int) -> str:
         name = "all logits at once" if chunk_tokens is None else f"chunks of {chunk_tokens} tokens"
         lines.append(f"| {name} | {took:.2f} | {peak:.2f} |")
     lines.append(
-        "\nTarget: at most 0.5 GiB, and no slower than all at once. `model.logprob_chunk_tokens` sets the chunk."
+        "\nTarget: at most 0.5 GiB, and no slower than all at once. `model.logprob_chunk_tokens` sets the "
+        "chunk."
     )
     return "\n".join(lines)
 
@@ -208,13 +217,16 @@ def part_tokens(repeats: int) -> str:
     for tokens, taken in times.items():
         lines.append(f"| {tokens:,} | {median(taken):.2f} | {1e6 * median(taken) / tokens:.0f} |")
     lines.append(
-        "\nTarget: cost linear in the tokens. A mask of tokens x tokens would make the last column grow with the first."
+        "\nTarget: cost linear in the tokens. A mask of tokens x tokens would make the last column grow "
+        "with the first."
     )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -4,9 +4,9 @@
         node--> matrix products, attention, sorts, collectives: one kernel each, counted as in layers not compiled
                 the rest: a kernel for each group of connected nodes between those
 
-A group reads each of its inputs once and writes what others read. A sum over tokens, and a scatter, end a group: what
-they need is computed again inside. Views are free. inductor also fuses groups that read the same tensors, splits large
-groups, and reads rows that are too long for a block twice: none of these is modelled.
+A group reads each of its inputs once and writes what others read. A sum over tokens, and a scatter, end a
+group: what they need is computed again inside. Views are free. inductor also fuses groups that read the same
+tensors, splits large groups, and reads rows that are too long for a block twice: none of these is modelled.
 """
 
 from collections import Counter, defaultdict
@@ -31,9 +31,13 @@ Kernels = Counter[str]
 
 
 class FusedGraph(fx.Interpreter):
-    """tell: called with the bytes of each fused kernel. counts: called before each node, whether it counts alone."""
+    """tell: called with the bytes of each fused kernel. counts: called before each node, whether it counts
+    alone.
+    """
 
-    def __init__(self, module: fx.GraphModule, tell: Callable[[int], None], counts: Callable[[bool], None]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, tell: Callable[[int], None], counts: Callable[[bool], None]
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._tell, self._counts = tell, counts
 
@@ -53,12 +57,17 @@ class FusedGraph(fx.Interpreter):
 
 
 def name_of(node: fx.Node) -> str:
-    return node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
+    return (
+        node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
+    )
 
 
 def is_alone(node: fx.Node) -> bool:
     name = name_of(node)
-    outside = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+    outside = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in (
+        "aten",
+        "prims",
+    )
     return name in ALONE or "attn" in name or "attention" in name or outside
 
 
@@ -100,7 +109,8 @@ def kernels(graph: fx.Graph, values: dict[fx.Node, Any]) -> Iterator[int]:
             inputs[node][held] += min(whole, size) if name_of(node) in LOOKUPS else whole
             readers[held].add(node)
         level[node] = max(
-            (level[held] + (held in ends or held not in group) for held in inputs[node] if held in level), default=0
+            (level[held] + (held in ends or held not in group) for held in inputs[node] if held in level),
+            default=0,
         )
         if node.op == "placeholder":
             level[node] = -1

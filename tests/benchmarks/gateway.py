@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.gateway [--repeats 5] [--output docs/gateway-benchmark.md]               or make bench
 
-Three ways take turns: vLLM's application over the engine, the same over an engine that gives log-probs which nobody
-reads, and the gateway, which keeps ids, log-probs and versions of each turn. All sample the same texts. Times are the
-least of the repeats, by call: by the clock, in CPU time of the actor, and of its event loop, which serves HTTP.
+Three ways take turns: vLLM's application over the engine, the same over an engine that gives log-probs which
+nobody reads, and the gateway, which keeps ids, log-probs and versions of each turn. All sample the same
+texts. Times are the least of the repeats, by call: by the clock, in CPU time of the actor, and of its event
+loop, which serves HTTP.
 """
 
 import argparse
@@ -50,7 +51,11 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # sessions, calls, t
     "48 tokens, 16 sessions, tools, stream": (16, 64, 48, TOOLS | {"stream": True}),
 }
 LOG_PROBS = "log_probs"  # asks the engine for them, without the route's knowledge
-WAYS: dict[str, dict[str, Any]] = {"vLLM": {}, "with log-probs": {"vllm_xargs": {LOG_PROBS: 1}}, "gateway": {}}
+WAYS: dict[str, dict[str, Any]] = {
+    "vLLM": {},
+    "with log-probs": {"vllm_xargs": {LOG_PROBS: 1}},
+    "gateway": {},
+}
 MEASURES = ("clock", "CPU", "event loop")
 
 
@@ -91,10 +96,15 @@ class Bench:
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return ray.get(getattr(self.actor, method).remote(*arguments, **named))
 
-    async def measure(self, way: str, sessions: int, calls: int, tokens: int, options: dict[str, Any]) -> list[float]:
+    async def measure(
+        self, way: str, sessions: int, calls: int, tokens: int, options: dict[str, Any]
+    ) -> list[float]:
         """Milliseconds a call, by MEASURES."""
         self.rounds += 1
-        limits, urls = {"max_new_tokens": tokens, "min_new_tokens": tokens, "max_turns": 10_000}, [self.url + "/v1"]
+        limits, urls = (
+            {"max_new_tokens": tokens, "min_new_tokens": tokens, "max_turns": 10_000},
+            [self.url + "/v1"],
+        )
         keys, body = ["none"], MESSAGES | {"max_tokens": tokens} | WAYS[way] | options
         if way == "gateway":
             found = [self.call("open", f"{self.rounds}.{number}", **limits) for number in range(sessions)]
@@ -136,7 +146,9 @@ async def rows(bench: Bench, repeats: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

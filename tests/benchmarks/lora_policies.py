@@ -1,10 +1,12 @@
-"""Two LoRA policies of one base model: trained side by side, and one after the other. Steps an hour on 2 CPU cores.
+"""Two LoRA policies of one base model: trained side by side, and one after the other. Steps an hour on 2 CPU
+cores.
 
     python -m tests.benchmarks.lora_policies [--size 5M] [--steps 4] [--rounds 3] [--updates 2]
 
-A random model and prompts as in `step_time`, with which sampling takes about as long as two updates. Each step of a
-policy samples 64 responses, makes `--updates` and publishes. Side by side, engines sample for one policy while the
-other learns, or for both. Engine and trainer have one thread each, in both ways. Medians of rounds, in turn.
+A random model and prompts as in `step_time`, with which sampling takes about as long as two updates. Each
+step of a policy samples 64 responses, makes `--updates` and publishes. Side by side, engines sample for one
+policy while the other learns, or for both. Engine and trainer have one thread each, in both ways. Medians of
+rounds, in turn.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.optimizers [--only adamw] [--seeds 0 1 2] [--steps 20] [--folder FOLDER]
 
-Runs what is not in the folder yet (about 80 seconds a run on 2 idle cores), then writes the end of docs/optimizers.md
-from the heading "Measured" on, and its picture. Run `make fit` once before: it makes the model.
+Runs what is not in the folder yet (about 80 seconds a run on 2 idle cores), then writes the end of
+docs/optimizers.md from the heading "Measured" on, and its picture. Run `make fit` once before: it makes the
+model.
 """
 
 from pathlib import Path

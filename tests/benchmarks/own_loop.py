@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.own_loop [--steps 12] [--rounds 3]
 
-The same GRPO steps by `ballast.fit` and by the loop of docs/primitives.md, in turn, each with a Ray of its own. Medians
-over the steps after the first three, and over rounds.
+The same GRPO steps by `ballast.fit` and by the loop of docs/primitives.md, in turn, each with a Ray of its
+own. Medians over the steps after the first three, and over rounds.
 """
 
 import argparse

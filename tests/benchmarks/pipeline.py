@@ -45,10 +45,14 @@ Key = tuple[str, int, int, int]
 
 def main() -> None:
     """Emulate, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="predicted time of each run")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="markdown file to write, for example docs/pipeline-benchmark.md")
+    parser.add_argument(
+        "--output", type=Path, help="markdown file to write, for example docs/pipeline-benchmark.md"
+    )
     options = parser.parse_args()
     text = _table(options.seconds, options.repeats).markdown()
     sys.stdout.write(text)
@@ -71,12 +75,12 @@ def _table(seconds: float, repeats: int) -> Table:
             "worst",
         ],
         [_row(*case, seconds, repeats) for case in CASES],
-        "The plans of the first mini-batch of 8,192 sequences on 64 ranks (docs/balancing-benchmark.md), scaled to a "
-        f"predicted time of {seconds:g} s. Each stage waits on a pipe for its input, sleeps for the predicted time "
-        f"of its heaviest rank, and sends the result on. {repeats} runs of each. Worst: the run whose "
-        "time is farthest from the prediction. Stages have real-time priority where the system "
-        "grants it, so that other programs do not delay them. Sleeping passes, unlike computing ones, do not slow each "
-        "other down.",
+        "The plans of the first mini-batch of 8,192 sequences on 64 ranks (docs/balancing-benchmark.md), "
+        f"scaled to a predicted time of {seconds:g} s. Each stage waits on a pipe for its input, sleeps for "
+        f"the predicted time of its heaviest rank, and sends the result on. {repeats} runs of each. Worst: "
+        "the run whose time is farthest from the prediction. Stages have real-time priority where the "
+        "system grants it, so that other programs do not delay them. Sleeping passes, unlike computing "
+        "ones, do not slow each other down.",
     )
 
 
@@ -86,7 +90,12 @@ def _row(name: str, order: str, virtual: int, seconds: float, repeats: int) -> l
     times = times * (seconds / makespan(pipeline, times))
     ratios = [emulated(pipeline, times) / seconds for _ in range(repeats)]
     worst = max(ratios, key=lambda ratio: abs(ratio - 1.0))
-    figures = [f"{seconds:.2f} s", f"{seconds * median(ratios):.3f} s", f"{median(ratios):.4f}", f"{worst:.4f}"]
+    figures = [
+        f"{seconds:.2f} s",
+        f"{seconds * median(ratios):.3f} s",
+        f"{median(ratios):.4f}",
+        f"{worst:.4f}",
+    ]
     return [name, str(virtual), order.replace("_", " "), str(len(times)), *figures]
 
 
@@ -96,7 +105,9 @@ def emulated(pipeline: Pipeline, times: NDArray[np.float64]) -> float:
     times: float64 [m], seconds of each micro-step on the whole model.
     """
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe() for _ in range(pipeline.stages)]  # the stages in a ring: number s joins s and s + 1
+    pipes = [
+        context.Pipe() for _ in range(pipeline.stages)
+    ]  # the stages in a ring: number s joins s and s + 1
     ready, ended = context.Barrier(pipeline.stages), context.SimpleQueue()
     stages = [
         context.Process(target=_stage, args=(pipeline, stage, times, pipes, ready, ended), daemon=True)
@@ -121,7 +132,9 @@ def _stage(
     after, before = pipes[stage][0], pipes[stage - 1][1]
     plan = list(_durations(pipeline, stage, times))
     arrived: set[Key] = set()
-    with suppress(AttributeError, PermissionError):  # other programs then do not delay its waking; it only sleeps
+    with suppress(
+        AttributeError, PermissionError
+    ):  # other programs then do not delay its waking; it only sleeps
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ready.wait()
     start = monotonic()

@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.prefixes [--repeats 3] [--output docs/prefixes-benchmark.md]                or make bench
 
-One micro-batch through a 20M model, forward and backward, with model.share_prefixes=never and auto in turns. Times are
-medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of the bytes that tensors
-hold at most during a pass, beyond the parameters. Workloads with images go through a Qwen2.5-VL, its tower frozen.
+One micro-batch through a 20M model, forward and backward, with model.share_prefixes=never and auto in turns.
+Times are medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of
+the bytes that tensors hold at most during a pass, beyond the parameters. Workloads with images go through a
+Qwen2.5-VL, its tower frozen.
 """
 
 import argparse
@@ -85,7 +86,8 @@ def vision_model_of_20m() -> PackedCausalLM:
 
 @dataclass(frozen=True)
 class Workload:
-    """Groups of samples that share a prompt; lengths in tokens. vary: responses of 1/2 to 3/2 of their length.
+    """Groups of samples that share a prompt; lengths in tokens. vary: responses of 1/2 to 3/2 of their
+    length.
 
     image: the prompt's first tokens are those of an image of IMAGE pixels a side.
     """
@@ -116,7 +118,9 @@ class Workload:
                 images += [placed] * self.samples
             for sample in range(self.samples):
                 spread = (sample + 0.5) / self.samples + 0.5 if self.vary else 1.0
-                response = torch.randint(VOCABULARY, (max(1, round(spread * self.response)),), generator=generator)
+                response = torch.randint(
+                    VOCABULARY, (max(1, round(spread * self.response)),), generator=generator
+                )
                 ids = torch.cat([prompt, response])
                 rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= self.prompt})
         batch = DataProto.from_list(rows)
@@ -175,14 +179,16 @@ def measured(workload: Workload, repeats: int) -> str:
     before, after = (peak_tensor_bytes(passes.run) for passes in ways.values())
     tokens, work = workload.saved
     return (
-        f"| {workload} | {tokens:.2f}x | {work:.2f}x | {without:.3f} | {shared:.3f} | {without / shared:.2f}x | "
-        f"{before / after:.2f}x |"
+        f"| {workload} | {tokens:.2f}x | {work:.2f}x | {without:.3f} | {shared:.3f} | "
+        f"{without / shared:.2f}x | {before / after:.2f}x |"
     )
 
 
 def main() -> None:
     """Measure all workloads and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)

@@ -1,9 +1,11 @@
-"""The time model's prediction of layouts whose speed others have published, and the efficiency that theirs needs.
+"""The time model's prediction of layouts whose speed others have published, and the efficiency that theirs
+needs.
 
     python -m tests.benchmarks.published_figures [--output docs/published-figures.md]
 
-A row's response lengths are log-normal, sigma 0.6, cut at the published limit, with the published mean. `efficiency` is
-the factor on every share of the peak (`balancing.time_model.Efficiency`) with which the prediction is the figure.
+A row's response lengths are log-normal, sigma 0.6, cut at the published limit, with the published mean.
+`efficiency` is the factor on every share of the peak (`balancing.time_model.Efficiency`) with which the
+prediction is the figure.
 """
 
 import argparse
@@ -23,7 +25,9 @@ QWEN = {"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64,
 EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
-        **EXPERTS, "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        **EXPERTS, (
+            "num_hidden_layers"
+        ): 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
         "moe_intermediate_size": 768,
     },
     "Qwen3-235B-A22B": {**EXPERTS, **QWEN, "moe_intermediate_size": 1536},
@@ -43,7 +47,9 @@ H20 = machine_named("custom", tflops=148.0, bandwidth=4000.0, gib=96.0)
 
 @dataclass(frozen=True)
 class Figure:
-    """A published step. mean, longest: tokens of a sequence. tokens_per_gpu: a second, or 0 with `seconds`."""
+    """A published step. mean, longest: tokens of a sequence. tokens_per_gpu: a second, or 0 with
+    `seconds`.
+    """
 
     model: str
     machine: Machine
@@ -57,7 +63,9 @@ class Figure:
     prompt: int = 120
 
 
-def _nemo(model: str, gpus: int, samples: int, mean: float, longest: int, figure: float, **fields: Any) -> Figure:
+def _nemo(
+    model: str, gpus: int, samples: int, mean: float, longest: int, figure: float, **fields: Any
+) -> Figure:
     """`updates` of the recipes: samples over T-GBS."""
     updates = fields.pop("updates", 1)
     layout = Layout(
@@ -70,14 +78,20 @@ def _nemo(model: str, gpus: int, samples: int, mean: float, longest: int, figure
 FIGURES = (
     _nemo("Qwen3-30B-A3B", 32, 2048, 3203, 4096, 1102, dp=32, ep=8, engines=16, engine_tp=2, updates=4),
     _nemo(
-        "Qwen3-30B-A3B", 32, 2048, 3201, 4096, 1414, dp=8, pp=2, ep=8, engines=8, engine_tp=2, placement="apart",
+        "Qwen3-30B-A3B", 32, 2048, 3201, 4096, 1414, dp=8, pp=2, ep=8, engines=8, engine_tp=2, placement=(
+            "apart"
+        ),
         staleness=1, updates=4,
     ),
     _nemo(
-        "Qwen3-30B-A3B", 192, 2048, 3206, 4096, 1025, dp=128, ep=8, engines=32, engine_tp=2, placement="apart",
+        "Qwen3-30B-A3B", 192, 2048, 3206, 4096, 1025, dp=128, ep=8, engines=32, engine_tp=2, placement=(
+            "apart"
+        ),
         staleness=8, updates=4,
     ),
-    _nemo("Qwen3-235B-A22B", 128, 512, 5698, 8192, 58.9, dp=4, tp=2, cp=2, pp=8, ep=16, engines=8, engine_tp=16),
+    _nemo((
+        "Qwen3-235B-A22B"
+    ), 128, 512, 5698, 8192, 58.9, dp=4, tp=2, cp=2, pp=8, ep=16, engines=8, engine_tp=16),
     _nemo(
         "Qwen3-235B-A22B", 256, 512, 5721, 8192, 58.7, dp=4, tp=4, pp=8, ep=16, engines=16, engine_tp=8,
         placement="apart", staleness=1,
@@ -170,7 +184,9 @@ def row(figure: Figure) -> str:
 def verl() -> str:
     """What the model says of generation, with lengths for which it agrees about the update."""
     shape = ModelShape.from_model_config(CONFIGS["Qwen2.5-Math-7B"])
-    layout = Layout(nodes=4, dp=32, engines=32, engine_gib=48, recomputed=1.0, shared_prompts=False, max_tokens=28672)
+    layout = Layout(
+        nodes=4, dp=32, engines=32, engine_gib=48, recomputed=1.0, shared_prompts=False, max_tokens=28672
+    )
     figure = Figure("Qwen2.5-Math-7B", H20, layout, 8192, 16, 0.0, 28672, 0.0, updates=16)
 
     def phases(mean: float) -> dict[str, float]:
@@ -181,7 +197,8 @@ def verl() -> str:
     said = phases(mean)
     return (
         f"With a mean of {mean:,.0f} tokens the predicted update takes as long.\nThe model then predicts "
-        f"{said['prefill'] + said['decode']:,.0f} s of generation and {said['log_probs']:,.0f} s of log-probs."
+        f"{said['prefill'] + said['decode']:,.0f} s of generation and {said['log_probs']:,.0f} s of "
+        "log-probs."
     )
 
 

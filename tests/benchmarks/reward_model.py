@@ -1,10 +1,11 @@
-"""Does a reward model that was trained on pairs rank held-out pairs, and improve a policy that has no other reward?
+"""Does a reward model that was trained on pairs rank held-out pairs, and improve a policy that has no other
+reward?
 
     python -m tests.benchmarks.reward_model [--steps 30] [--seeds 0] [--folder runs/reward_models]
 
-Trains a reward model on the addition example's pairs (600 steps), and the quickstart's policy on its scores. Runs what
-is not in the folder yet, then writes the table of docs/reward-models.md. Run `make fit` once before: it makes the
-policy's model and the pairs.
+Trains a reward model on the addition example's pairs (600 steps), and the quickstart's policy on its scores.
+Runs what is not in the folder yet, then writes the table of docs/reward-models.md. Run `make fit` once
+before: it makes the policy's model and the pairs.
 """
 
 import argparse
@@ -57,17 +58,27 @@ def rows(folder: Path, seed: int, steps: int) -> list[str]:
     found = []
     for penalty in PENALTIES:
         run, given = folder / f"policy_kl_{penalty:g}-{seed}", f"algorithm.loss.kl_coefficient={penalty:g}"
-        policy = validation(run, "controller.fit", CONFIG, *scored, given, f"run.steps={steps}", f"run.seed={seed}")
+        policy = validation(
+            run, "controller.fit", CONFIG, *scored, given, f"run.steps={steps}", f"run.seed={seed}"
+        )
         before, after = (policy[when]["exact_match"] for when in ("before", "after"))
         best = max(curve(run, "reward/exact_match")[1])
         numbers = (policy["after"]["reward"], before, best, after)
-        cells = (seed, f"{ranked:.3f}", f"{penalty:g}", *(f"{each:.3f}" for each in numbers), f"{after - before:+.3f}")
+        cells = (
+            seed,
+            f"{ranked:.3f}",
+            f"{penalty:g}",
+            *(f"{each:.3f}" for each in numbers),
+            f"{after - before:+.3f}",
+        )
         found.append(f"| {' | '.join(map(str, cells))} |\n")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("runs/reward_models"))

@@ -1,9 +1,10 @@
-"""Predict training speed without a GPU: what one micro-batch launches, moves and computes, against a card's limits.
+"""Predict training speed without a GPU: what one micro-batch launches, moves and computes, against a card's
+limits.
 
     python -m tests.benchmarks.roofline [--sizes 1.5B 7B 32B 30B-A3B] [--output docs/gpu-roofline.md]
 
-The real engine runs on the simulated GPU (`workers.model.memory.fake_gpu`) with 2 and 3 layers, and a straight line
-gives all layers. Each operator on the device that is not a view counts as one kernel:
+The real engine runs on the simulated GPU (`workers.model.memory.fake_gpu`) with 2 and 3 layers, and a
+straight line gives all layers. Each operator on the device that is not a view counts as one kernel:
 
     seconds = max(bytes read and written / bandwidth, FLOPs / peak of its kind)
 
@@ -78,7 +79,9 @@ Description = dict[str, Any]
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 131_072}
 
 
-def qwen2(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> Description:
+def qwen2(
+    hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> Description:
     return QWEN2 | {
         "hidden_size": hidden,
         "intermediate_size": wide,
@@ -156,7 +159,15 @@ FREE = frozenset(
     )
 )
 # The host waits for their sizes.
-WAITS = {"nonzero", "bincount", "_unique2", "unique_consecutive", "masked_select", "repeat_interleave", "unique_dim"}
+WAITS = {
+    "nonzero",
+    "bincount",
+    "_unique2",
+    "unique_consecutive",
+    "masked_select",
+    "repeat_interleave",
+    "unique_dim",
+}
 # They read as many bytes as they write.
 LOOKUPS = {"index_select", "embedding", "index", "gather"}
 
@@ -175,7 +186,9 @@ class Work:
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         def add(mine: Any, theirs: Any) -> Any:
             if isinstance(mine, Counter):
-                return Counter({name: mine[name] + times * theirs[name] for name in mine.keys() | theirs.keys()})
+                return Counter(
+                    {name: mine[name] + times * theirs[name] for name in mine.keys() | theirs.keys()}
+                )
             return mine + times * theirs
 
         return Work(**{name: add(value, getattr(other, name)) for name, value in vars(self).items()})
@@ -218,7 +231,9 @@ def counting() -> Iterator[Work]:
     _counted.append(work)
 
     def tensors(value: Any, device: str = DEVICE) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device]
+        return [
+            leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device
+        ]
 
     def dispatch(mode: FakeGpu, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -235,7 +250,9 @@ def counting() -> Iterator[Work]:
                 pinned = (kwargs or {}).get("non_blocking") or args[2:3] == (True,)  # the host does not wait
                 work.waits += not pinned
                 return result
-        by_mask = name == "index" and any(leaf.dtype.itemsize == 1 for leaf in tree_leaves(args[1]) if leaf is not None)
+        by_mask = name == "index" and any(
+            leaf.dtype.itemsize == 1 for leaf in tree_leaves(args[1]) if leaf is not None
+        )
         work.waits += name == "_local_scalar_dense" or name in WAITS or by_mask
         if "c10d" in space:
             work.collective_bytes += max(tensor.nbytes for tensor in inputs + outputs)
@@ -277,8 +294,12 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
         _is_fused[0] = not is_alone
 
     model.BACKEND = backend(count, alone)
-    FakeGpu.ignore_compile_internals = classmethod(lambda _: True)  # otherwise dynamo skips what runs under a mode
-    passes = [torch.compile(each, backend=model.BACKEND) for each in (logprobs._predict, logprobs._differentiate)]
+    FakeGpu.ignore_compile_internals = classmethod(
+        lambda _: True
+    )  # otherwise dynamo skips what runs under a mode
+    passes = [
+        torch.compile(each, backend=model.BACKEND) for each in (logprobs._predict, logprobs._differentiate)
+    ]
     logprobs._chunk_functions = lambda *_: passes
     engine.compiles = lambda *_, **__: layers
 
@@ -336,7 +357,9 @@ def measure(description: Description, checkpointing: str, compiled: str, experts
 
 
 def model_flops(description: Description) -> float:
-    """Of forward and backward, without recomputation (Chowdhery et al. 2022, appendix B), attention halved."""
+    """Of forward and backward, without recomputation (Chowdhery et al. 2022, appendix B),
+    attention halved.
+    """
     hidden, layers, heads = (
         description[f"{name}"] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
@@ -360,7 +383,9 @@ def row(name: str, checkpointing: str, compiled: str, experts: int) -> tuple[lis
     times = {operator: work.seconds(operator) for operator in work.kernels}
     computing = sum(seconds for operator, seconds in times.items() if work.flops[operator])
     total = sum(times.values())
-    slowest = sorted((operator for operator in times if not work.flops[operator]), key=lambda each: -times[each])[:3]
+    slowest = sorted(
+        (operator for operator in times if not work.flops[operator]), key=lambda each: -times[each]
+    )[:3]
     share = model_flops(SIZES[name]) / total / PEAK_TFLOPS[CARD] / 1e12
     names = [f"{name}, ep {experts}" if experts > 1 else name, checkpointing, compiled]
     done = [
@@ -386,7 +411,12 @@ def table(titles: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def page(sizes: list[str]) -> str:
-    ways = [(name, *way, experts) for name in sizes for experts in (1, RANKS)[: 1 + ("A3B" in name)] for way in WAYS]
+    ways = [
+        (name, *way, experts)
+        for name in sizes
+        for experts in (1, RANKS)[: 1 + ("A3B" in name)]
+        for way in WAYS
+    ]
     rows = [row(*way) for way in ways if way[-1] == 1 or way[1:3] == WAYS[2]]
     lines = [
         HEADER.format(
@@ -408,7 +438,9 @@ def page(sizes: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,9 +1,10 @@
-"""CPU seconds of plans of up to a million sequences, and a driver's time and memory in steps of 65,536 samples.
+"""CPU seconds of plans of up to a million sequences, and a driver's time and memory in steps of 65,536
+samples.
 
 python -m tests.benchmarks.scale [--repeats 3] [--steps 4] [--output docs/scale-benchmark.md]
 
-The driver's parts are the real ones: router, batch, plan, advantages, division among ranks. Engines and trainers answer
-at once, with lengths and references and without tokens.
+The driver's parts are the real ones: router, batch, plan, advantages, division among ranks. Engines and
+trainers answer at once, with lengths and references and without tokens.
 """
 
 import argparse
@@ -73,7 +74,9 @@ def lengths_of(kind: str, count: int) -> np.ndarray:
 
 
 def cases() -> Iterator[tuple[str, str, int, int, Callable[[], Plan]]]:
-    def case(name: str, kind: str, count: int, ranks: int, **options: object) -> tuple[str, str, int, int, Callable]:
+    def case(
+        name: str, kind: str, count: int, ranks: int, **options: object
+    ) -> tuple[str, str, int, int, Callable]:
         lengths = lengths_of(kind, count) + (PROMPT if "prefix_groups" in options else 0)
         settings = {"ranks": ranks, "max_tokens": CAP, "cost_model": COSTS} | options
         return name, kind, count, ranks, lambda: plan_batch(lengths, **settings)  # type: ignore[arg-type]
@@ -87,7 +90,10 @@ def cases() -> Iterator[tuple[str, str, int, int, Callable[[], Plan]]]:
 
 
 def plans(repeats: int) -> str:
-    rows = ["| plan | lengths | sequences | ranks | CPU seconds | micro-steps | imbalance |", "| --- " * 7 + "|"]
+    rows = [
+        "| plan | lengths | sequences | ranks | CPU seconds | micro-steps | imbalance |",
+        "| --- " * 7 + "|",
+    ]
     for name, kind, count, ranks, plan in cases():
         found, seconds = plan(), []  # the first call may compile
         for _ in range(repeats):
@@ -95,9 +101,19 @@ def plans(repeats: int) -> str:
             found = plan()
             seconds.append(time.process_time() - start)
         stages = found.settings.pipeline.stages if found.settings.pipeline else 1
-        over = float(found.predicted_makespans().sum() / (found.computed_workloads.sum() / ranks / stages)) - 1
+        over = (
+            float(found.predicted_makespans().sum() / (found.computed_workloads.sum() / ranks / stages)) - 1
+        )
         steps = sum(part.steps for part in found.mini_batches)
-        row = (name, kind, f"{count:,}", f"{ranks:,}", f"{statistics.median(seconds):.2f}", f"{steps:,}", f"{over:.3%}")
+        row = (
+            name,
+            kind,
+            f"{count:,}",
+            f"{ranks:,}",
+            f"{statistics.median(seconds):.2f}",
+            f"{steps:,}",
+            f"{over:.3%}",
+        )
         rows.append(f"| {' | '.join(row)} |")
         print(rows[-1], flush=True)
     return "\n".join(rows) + "\n"
@@ -105,7 +121,9 @@ def plans(repeats: int) -> str:
 
 def resident() -> float:
     """MiB of this process."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
+    ]
     return int(line.split()[1]) / 1024
 
 
@@ -114,7 +132,8 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
     rng, router = np.random.default_rng(number), Router(ENGINES, SAMPLES // ENGINES, max_retries=3)
     prompts = [np.zeros(PROMPT, np.int32) for _ in range(SAMPLES // SIZE)]
     router.submit(
-        SampleRequest(f"{row // SIZE}", row % SIZE, prompts[row // SIZE], row, priority=row) for row in range(SAMPLES)
+        SampleRequest(f"{row // SIZE}", row % SIZE, prompts[row // SIZE], row, priority=row)
+        for row in range(SAMPLES)
     )
     responses = rng.integers(CAP // 2, CAP - PROMPT, SAMPLES).tolist()
     hashes, found, scores = rng.bytes(4 * len(hashed_places(CAP))), [], {}
@@ -142,10 +161,14 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
     groups = np.unique(batch["uid"], return_inverse=True)[1]
     columns = (batch["prompt_hash"], batch["prompt_tokens"], batch["length"], batch["prefix_hashes"])
     prefixes = prefix_columns(*columns, minimum=0)
-    plan = plan_batch(batch["length"], ranks=RANKS, max_tokens=2 * CAP, cost_model=COSTS, groups=groups, **prefixes)
+    plan = plan_batch(
+        batch["length"], ranks=RANKS, max_tokens=2 * CAP, cost_model=COSTS, groups=groups, **prefixes
+    )
     plan_statistics(plan)
     batch = batch.with_columns(group_number=groups, advantages=grpo(batch["reward"], groups))
-    shares = split_arguments(DispatchMode(Split.PLAN, Join.TOKENS, ()), ranks, (batch, plan), {}, put=lambda each: each)
+    shares = split_arguments(
+        DispatchMode(Split.PLAN, Join.TOKENS, ()), ranks, (batch, plan), {}, put=lambda each: each
+    )
     assert len(shares) == RANKS
     return resident()
 

@@ -5,7 +5,8 @@ steps, seed --> run --at some moments--> SIGKILL of an engine, a rollout actor, 
                  |--every step--> memory of every process, named actors
                  '--end--> each step once, slopes, what is left behind --> a table, exit code 1 if anything is wrong
 
-An engine on a CPU is a thread of its actor. With --engine-processes it is a process, as on GPUs, and killed, too.
+An engine on a CPU is a thread of its actor. With --engine-processes it is a process, as on GPUs, and killed,
+too.
 """
 
 import argparse
@@ -53,8 +54,8 @@ SHARED_FILE = re.compile(r"/dev/shm/\S+")
 MIB = 2**20
 LEAST_STEPS = 80  # of a process's life, of which the first half goes to filling caches
 MOMENTS_S = 1.0  # after the beginning of a step, within which a process is killed: about as long as one lasts
-# oneDNN, with which vLLM multiplies on a CPU, keeps what it compiled for the last 1,024 shapes. Until these have come
-# an engine grows, for hundreds of steps; with 64 of them a leak would show.
+# oneDNN, with which vLLM multiplies on a CPU, keeps what it compiled for the last 1,024 shapes. Until these
+# have come an engine grows, for hundreds of steps; with 64 of them a leak would show.
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 FLAT_MIB_A_STEP = 0.5
@@ -62,7 +63,9 @@ FLAT_MIB_A_STEP = 0.5
 
 @dataclass
 class Watch:
-    """What is seen of a run step by step: (step, MiB) of every process by role and id, its files in /dev/shm, kills."""
+    """What is seen of a run step by step: (step, MiB) of every process by role and id, its files in /dev/shm,
+    kills.
+    """
 
     rng: random.Random
     memory: dict[tuple[str, int], list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
@@ -106,7 +109,9 @@ class Watch:
         os.kill(self.rng.choice(found[role]), signal.SIGKILL)
 
     def slopes(self) -> dict[str, tuple[int, float, float]]:
-        """By role: processes that lived long enough, their largest MiB and their steepest slope in MiB a step."""
+        """By role: processes that lived long enough, their largest MiB and their steepest slope in MiB a
+        step.
+        """
         found: dict[str, tuple[int, float, float]] = {}
         for (role, _), seen in sorted(self.memory.items()):
             if len(seen) < LEAST_STEPS:
@@ -133,13 +138,21 @@ def main() -> int:
     parser.add_argument("--until", type=int, help="the last step in which one is killed; half of --steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine-processes", action="store_true", help="engines in processes of their own")
-    parser.add_argument("--max-staleness", type=int, default=0, help="steps for which groups are generated ahead")
+    parser.add_argument(
+        "--max-staleness", type=int, default=0, help="steps for which groups are generated ahead"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     arguments.until = arguments.until or arguments.steps // 2
     os.environ.update(SHAPES | (PROCESSES if arguments.engine_processes else {}))
     watch, begun = Watch(random.Random(arguments.seed)), time.monotonic()
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=512 * MIB)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=512 * MIB,
+    )
     with tempfile.TemporaryDirectory() as folder:
         run = soak(Path(folder), arguments, watch)
         lines, last = RunFolder(run.config.run_folder).metrics, run.last
@@ -159,8 +172,9 @@ def main() -> int:
 
 
 def holds_memory(path: str) -> bool:
-    """Whether a file is left with something in it. vLLM's queues between processes, 400 MiB by name, are all but empty,
-    and stay where an engine was killed: Ray ends the process that would remove them."""
+    """Whether a file is left with something in it. vLLM's queues between processes, 400 MiB by name, are all
+    but empty, and stay where an engine was killed: Ray ends the process that would remove them.
+    """
     return Path(path).exists() and Path(path).stat().st_blocks * 512 >= MIB
 
 
@@ -173,13 +187,16 @@ def soak(folder: Path, arguments: argparse.Namespace, watch: Watch) -> RunWithFa
     overrides += [f"rollout.max_staleness={ahead}"] if ahead else []
     # A step that is repeated is not disturbed again: what follows it is another step's.
     faults: dict[int, Fault] = dict.fromkeys(range(1, steps + 1), watch.look)
-    faults |= dict.fromkeys(watch.rng.sample(range(2, arguments.until + 1), arguments.kills), watch.look_and_kill)
+    faults |= dict.fromkeys(
+        watch.rng.sample(range(2, arguments.until + 1), arguments.kills), watch.look_and_kill
+    )
     return run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], faults)
 
 
 def unaccounted(lines: list[dict[str, Any]], trained: list[list[int]], steps: int) -> list[str]:
-    """Steps that metrics.jsonl does not have once and with all of their samples, and prompts that lengths.jsonl does
-    not have once with all of theirs, a sentence each."""
+    """Steps that metrics.jsonl does not have once and with all of their samples, and prompts that
+    lengths.jsonl does not have once with all of theirs, a sentence each.
+    """
     wrong = []
     counts = Counter(place for places in trained for place in places)
     if counts != dict.fromkeys(range(steps * PROMPTS), SAMPLES // PROMPTS):
@@ -194,7 +211,9 @@ def problems(watch: Watch, left: dict[str, list[str]]) -> list[str]:
     """What else is not as it should be."""
     wrong = [f"{len(found)} {what} are left." for what, found in left.items() if found]
     slopes = watch.slopes()
-    wrong += [f"{role} grows by {s:.2f} MiB a step." for role, (_, _, s) in slopes.items() if s > FLAT_MIB_A_STEP]
+    wrong += [
+        f"{role} grows by {s:.2f} MiB a step." for role, (_, _, s) in slopes.items() if s > FLAT_MIB_A_STEP
+    ]
     return wrong
 
 
@@ -222,11 +241,11 @@ def report(
         [
             "# Soak with generation ahead" if ahead else "# Soak",
             "",
-            f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --kills {arguments.kills} --until "
-            f"{arguments.until}{option}` (`make soak`), seed {arguments.seed}: {arguments.steps} steps of a tiny "
-            f"random model on CPU with two engines{kind}, rollout.max_staleness={ahead}. In {arguments.kills} of the "
-            f"first {arguments.until} steps, at a random moment of each, a process was killed with SIGKILL. It took "
-            f"{seconds / 60:.0f} minutes.",
+            f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --kills {arguments.kills} "
+            f"--until {arguments.until}{option}` (`make soak`), seed {arguments.seed}: {arguments.steps} "
+            f"steps of a tiny random model on CPU with two engines{kind}, rollout.max_staleness={ahead}. In "
+            f"{arguments.kills} of the first {arguments.until} steps, at a random moment of each, a process "
+            f"was killed with SIGKILL. It took {seconds / 60:.0f} minutes.",
             "",
             f"- Killed: {killed}. Engines restarted: {last['restarts/engines']:.0f}. Resumed from the last "
             f"checkpoint: {last['restarts/recoveries']:.0f} times. Ray restarts reward workers.",
@@ -234,10 +253,11 @@ def report(
             f"{'no' if lost else 'yes'}.",
             f"- Left behind at the end: {remains}. Most named actors at once: {watch.most_actors}.",
             "",
-            f"Resident memory, without shared pages, of processes that lived for {LEAST_STEPS} steps or more, in the "
-            "second half of their lives. The slope is the steepest of the role's processes, by least squares. With "
-            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`, because otherwise an engine on a CPU "
-            "grows for hundreds of steps, until oneDNN has filled its cache of 1,024 compiled shapes.",
+            f"Resident memory, without shared pages, of processes that lived for {LEAST_STEPS} steps or "
+            "more, in the second half of their lives. The slope is the steepest of the role's processes, "
+            f"by least squares. With `{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`, "
+            "because otherwise an engine on a CPU grows for hundreds of steps, until oneDNN has filled its "
+            "cache of 1,024 compiled shapes.",
             "",
             "| process | processes | largest, MiB | slope, MiB a step |",
             "| --- | ---: | ---: | ---: |",

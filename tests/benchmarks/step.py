@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.step [--steps 16] [--rounds 2] [--output docs/step-benchmark.md]         or make bench
 
-Both train the warm-started adder (run `make fit` once before) on the same prompts: 32 prompts x 8 samples, at most 64
-new tokens, GRPO, one AdamW step. By hand: vLLM's `LLM` and a transformers model in one process with all cores,
-sequences sorted by length and padded in micro-batches, weights loaded in place; no Ray, no log, no second rank. The two
-take turns, so that both see the machine in the same minutes; the ratio of the medians is what counts.
+Both train the warm-started adder (run `make fit` once before) on the same prompts: 32 prompts x 8 samples, at
+most 64 new tokens, GRPO, one AdamW step. By hand: vLLM's `LLM` and a transformers model in one process with
+all cores, sequences sorted by length and padded in micro-batches, weights loaded in place; no Ray, no log, no
+second rank. The two take turns, so that both see the machine in the same minutes; the ratio of the medians is
+what counts.
 """
 
 import argparse
@@ -57,12 +58,21 @@ class HandWritten:
         from vllm import LLM, SamplingParams
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self.engine = LLM(MODEL, dtype="float32", enforce_eager=True, max_model_len=96, kv_cache_memory_bytes=2**29)
+        self.engine = LLM(
+            MODEL, dtype="float32", enforce_eager=True, max_model_len=96, kv_cache_memory_bytes=2**29
+        )
         self.sampling = SamplingParams(
-            n=SAMPLES, temperature=1.0, max_tokens=MAX_NEW_TOKENS, logprobs=0, flat_logprobs=True, detokenize=False
+            n=SAMPLES,
+            temperature=1.0,
+            max_tokens=MAX_NEW_TOKENS,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
         )
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True
+        )
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self.records = [json.loads(line) for line in Path(TRAIN).read_text().splitlines()]
 
@@ -81,9 +91,13 @@ class HandWritten:
     def sample(self, records: list[dict[str, str]]) -> tuple[list[list[int]], list[int], list[float]]:
         from examples.addition.reward import reward
 
-        prompts: list[Any] = [{"prompt_token_ids": self.tokenizer(record["prompt"])["input_ids"]} for record in records]
+        prompts: list[Any] = [
+            {"prompt_token_ids": self.tokenizer(record["prompt"])["input_ids"]} for record in records
+        ]
         sequences, responses, advantages = [], [], []
-        for record, output in zip(records, self.engine.generate(prompts, self.sampling, use_tqdm=False), strict=True):
+        for record, output in zip(
+            records, self.engine.generate(prompts, self.sampling, use_tqdm=False), strict=True
+        ):
             texts = [self.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in output.outputs]
             rewards = [reward(text, record["solution"])["reward"] for text in texts]
             mean, deviation = statistics.mean(rewards), statistics.pstdev(rewards)
@@ -124,11 +138,15 @@ def by_hand(steps: int) -> None:
         tokens.append(loop.step(number))
         seconds.append(time.perf_counter() - start)
         updates.append(loop.update_seconds)
-    print(json.dumps({"seconds": seconds[WARM_UP:], "updates": updates[WARM_UP:], "tokens": tokens[WARM_UP:]}))
+    print(
+        json.dumps({"seconds": seconds[WARM_UP:], "updates": updates[WARM_UP:], "tokens": tokens[WARM_UP:]})
+    )
 
 
 def by_trl(steps: int) -> None:
-    """Print the seconds of TRL's counted steps as JSON: the same prompts, samples, lengths, loss and optimizer."""
+    """Print the seconds of TRL's counted steps as JSON: the same prompts, samples, lengths, loss and
+    optimizer.
+    """
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -171,8 +189,16 @@ def measured_alone(loop: str, steps: int) -> dict[str, list[float]]:
 
 def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"run.dir={folder}", "run.name=step", f"run.steps={WARM_UP + steps}", "validation.prompts=8"]
-        settings += ["tracking.tensorboard=false", "data.shuffle=false"]  # prompts in the order of the loop by hand
+        settings = [
+            f"run.dir={folder}",
+            "run.name=step",
+            f"run.steps={WARM_UP + steps}",
+            "validation.prompts=8",
+        ]
+        settings += [
+            "tracking.tensorboard=false",
+            "data.shuffle=false",
+        ]  # prompts in the order of the loop by hand
         command = [sys.executable, "-m", "controller.fit", "--config", CONFIG, *settings, *overrides]
         subprocess.run(command, check=True, capture_output=True)
         lines = map(json.loads, (Path(folder) / "step/metrics.jsonl").read_text().splitlines())
@@ -206,9 +232,13 @@ def main() -> None:
         for way, overrides in WAYS.items():
             steps = arguments.steps
             alone = "trl" if way == TRL else "by-hand"
-            found[way].append(measured_alone(alone, steps) if overrides is None else measured_run(steps, overrides))
+            found[way].append(
+                measured_alone(alone, steps) if overrides is None else measured_run(steps, overrides)
+            )
             print(f"{way}: {statistics.median(found[way][-1]['seconds']):.2f} s", flush=True)
-    medians = {way: statistics.median(s for turn in turns for s in turn["seconds"]) for way, turns in found.items()}
+    medians = {
+        way: statistics.median(s for turn in turns for s in turn["seconds"]) for way, turns in found.items()
+    }
     page = HEADER.format(cores=len(os.sched_getaffinity(0)), steps=arguments.steps, rounds=arguments.rounds)
     for way, turns in found.items():
         each = ", ".join(f"{statistics.median(turn['seconds']):.2f}" for turn in turns)

@@ -3,11 +3,10 @@
     python -m tests.benchmarks.step_time --predict     calibration runs, then tests/benchmarks/step_time.json: commit it
     python -m tests.benchmarks.step_time --measure     12 runs, compared with the file: docs/step-time-benchmark.md
 
-Each `--measure` adds a round to tests/benchmarks/step_time_measured.json. The page has the medians of the rounds, as a
-virtual machine can be slow for minutes.
-The calibration runs have other depths, prompts and batches than the 12 configurations, and the same widths. Models are
-random and end a response about one time in 64; predictions have the lengths that each model samples. Every rank and
-engine has one thread.
+Each `--measure` adds a round to tests/benchmarks/step_time_measured.json. The page has the medians of the
+rounds, as a virtual machine can be slow for minutes. The calibration runs have other depths, prompts and
+batches than the 12 configurations, and the same widths. Models are random and end a response about one time
+in 64; predictions have the lengths that each model samples. Every rank and engine has one thread.
 """
 
 import argparse
@@ -100,7 +99,10 @@ def make_inputs(folder: Path, setting: Setting) -> list[str]:
     if not model.exists():
         create_model(model, seed=0, width=width, layers=layers, vocabulary=VOCABULARY, positions=512)
     rng = random.Random(0)
-    rows = [{"prompt": "".join(rng.choices("0123456789", k=setting.prompt)), "solution": "12#3"} for _ in range(512)]
+    rows = [
+        {"prompt": "".join(rng.choices("0123456789", k=setting.prompt)), "solution": "12#3"}
+        for _ in range(512)
+    ]
     train.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "config.yaml").write_text("")
     return [
@@ -135,14 +137,21 @@ def run(folder: Path, setting: Setting, number: int) -> Path:
 
 @lru_cache
 def lengths_of(model: Path, train: Path) -> list[int]:
-    """Lengths of responses that the model samples to the prompts: a random one ends them at a rate of its own."""
+    """Lengths of responses that the model samples to the prompts: a random one ends them at a rate of its
+    own.
+    """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [
-        tokenizer(record["prompt"], add_special_tokens=False)["input_ids"] for record in read_records(str(train))
+        tokenizer(record["prompt"], add_special_tokens=False)["input_ids"]
+        for record in read_records(str(train))
     ]
     found = AutoModelForCausalLM.from_pretrained(model).generate(
-        torch.tensor(prompts * 2), do_sample=True, top_k=0, max_new_tokens=LONGEST, pad_token_id=tokenizer.pad_token_id
+        torch.tensor(prompts * 2),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=LONGEST,
+        pad_token_id=tokenizer.pad_token_id,
     )
     ends = (found[:, len(prompts[0]) :] == tokenizer.eos_token_id).float()
     return torch.where(ends.any(1), ends.argmax(1) + 1, LONGEST).tolist()
@@ -180,7 +189,12 @@ def observed(folder: Path, setting: Setting, number: int) -> dict[str, float]:
     """Medians over the counted steps of a run."""
     rows = RunFolder(run(folder, setting, number)).metrics
     counted = [row for row in rows if row["step"] > WARM_UP]
-    names = {"rollout": "time/rollout_s", "update": "time/update_s", "weights": "time/weights_s", "step": "time/step_s"}
+    names = {
+        "rollout": "time/rollout_s",
+        "update": "time/update_s",
+        "weights": "time/weights_s",
+        "step": "time/step_s",
+    }
     return {name: statistics.median(row[key] for row in counted) for name, key in names.items()}
 
 
@@ -202,7 +216,9 @@ def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]])
     """The table, and how many pairs of runs are in the right order."""
     found = medians(rounds)
     lines = [
-        "| run | " + " | ".join(f"{name}, s" for name in ("rollout", "update", "weights", "step")) + " | step off |"
+        "| run | "
+        + " | ".join(f"{name}, s" for name in ("rollout", "update", "weights", "step"))
+        + " | step off |"
     ]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     near: dict[str, list[bool]] = {"phases": [], "steps": []}
@@ -214,14 +230,20 @@ def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]])
         lines.append(f"| {name} | {' | '.join(cells)} | {said['step'] / real['step'] - 1:+.0%} |")
         near["steps"].append(abs(said["step"] / real["step"] - 1) <= 0.15)
         near["phases"] += [
-            abs(said[key] / real[key] - 1) <= 0.25 for key in real if key != "step" and not (stale and key == "rollout")
+            abs(said[key] / real[key] - 1) <= 0.25
+            for key in real
+            if key != "step" and not (stale and key == "rollout")
         ]
     right, pairs = order(predictions, found)
     made = {"calibration": len(CALIBRATION), "count": len(found), "rounds": len(rounds), "steps": STEPS}
     text = HEADER.format(**made, prompts=PROMPTS, prompt=PROMPT, longest=LONGEST)
     met = ", ".join(f"{sum(each)} of {len(each)} {name}" for name, each in near.items())
     goals = f"Within the goals: {met}, and the order of {right} of {pairs} pairs."
-    noise = f"Steps of the same run differ by up to {spread(rounds):.0%} between rounds." if len(rounds) > 1 else ""
+    noise = (
+        f"Steps of the same run differ by up to {spread(rounds):.0%} between rounds."
+        if len(rounds) > 1
+        else ""
+    )
     return text + "\n".join(lines) + f"\n\nPredicted / measured. {goals} {noise}".rstrip() + "\n"
 
 
@@ -231,7 +253,8 @@ def order(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> tu
     pairs = [(a, b) for i, a in enumerate(names) for b in names[:i]]
     pairs = [(a, b) for a, b in pairs if abs(found[a]["step"] / found[b]["step"] - 1) > 0.15]
     right = [
-        (found[a]["step"] > found[b]["step"]) == (predictions[a]["step"] > predictions[b]["step"]) for a, b in pairs
+        (found[a]["step"] > found[b]["step"]) == (predictions[a]["step"] > predictions[b]["step"])
+        for a, b in pairs
     ]
     return sum(right), len(pairs)
 
@@ -251,7 +274,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             found = {}
             for number, setting in enumerate(SETTINGS, start=100):
                 found[setting.name] = observed(folder, setting, number)
-                print(f"{setting.name}: {predictions[setting.name]}, measured {found[setting.name]}", flush=True)
+                print(
+                    f"{setting.name}: {predictions[setting.name]}, measured {found[setting.name]}", flush=True
+                )
             rounds = [*(json.loads(ROUNDS.read_text()) if ROUNDS.exists() else []), found]
             ROUNDS.write_text(json.dumps(rounds, indent=1) + "\n")
             PAGE.write_text(page(predictions, rounds))

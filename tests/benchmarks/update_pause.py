@@ -7,8 +7,8 @@
                                                       held      held      held
     lost by an update = (seconds with - seconds without) / updates: held, and keys and values made again
 
-The updates bring the weights that the engine has, so that all runs sample the same tokens. The model is random, of the
-quickstart's size, and ends a response one time in 64.
+The updates bring the weights that the engine has, so that all runs sample the same tokens. The model is
+random, of the quickstart's size, and ends a response one time in 64.
 """
 
 import argparse
@@ -72,8 +72,12 @@ async def sample(worker: VllmEngineActor, count: int) -> int:
     return tokens
 
 
-async def measured(worker: VllmEngineActor, count: int, payload: np.ndarray | None, every_s: float = 0.0) -> Run:
-    """One run, with updates while requests are in flight if there is a payload, so many seconds after each other."""
+async def measured(
+    worker: VllmEngineActor, count: int, payload: np.ndarray | None, every_s: float = 0.0
+) -> Run:
+    """One run, with updates while requests are in flight if there is a payload, so many seconds after each
+    other.
+    """
     await worker.take_weight_loads()
     start = time.perf_counter()
     sampling = asyncio.create_task(sample(worker, count))
@@ -83,10 +87,14 @@ async def measured(worker: VllmEngineActor, count: int, payload: np.ndarray | No
             raise SystemExit("the responses ended before the last update; make them longer")
         await worker.update_weights(payload, 1)
     tokens = await sampling
-    return Run(time.perf_counter() - start, tokens, tuple(load.seconds for load in await worker.take_weight_loads()))
+    return Run(
+        time.perf_counter() - start, tokens, tuple(load.seconds for load in await worker.take_weight_loads())
+    )
 
 
-async def in_turns(worker: VllmEngineActor, payload: np.ndarray, rounds: int) -> dict[int, list[tuple[Run, Run]]]:
+async def in_turns(
+    worker: VllmEngineActor, payload: np.ndarray, rounds: int
+) -> dict[int, list[tuple[Run, Run]]]:
     """By requests: (without, with updates), round by round."""
     await worker.start()
     found: dict[int, list[tuple[Run, Run]]] = {count: [] for count in IN_FLIGHT}
@@ -117,9 +125,7 @@ def table(rounds: int, cores: int) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         # In a process of its own: an engine in a thread does not start where Numba has been imported.
-        make = (
-            f"import pathlib; from tests.benchmarks import asynchronous as a; a.make_model(pathlib.Path({temporary!r}))"
-        )
+        make = f"import pathlib; from tests.benchmarks import asynchronous as a; a.make_model(pathlib.Path({temporary!r}))"
         subprocess.run([sys.executable, "-c", make], check=True)
         payload = pack_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
         for kept in KEPT:

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.weights [--steps 6] [--output docs/weights-benchmark.md]                    or make bench
 
-Real steps in one process: the quickstart's model (run `make fit` once before) in bfloat16, sampled by vLLM, GRPO,
-AdamW. After each step the engine gets the changes. Sizes and times of larger weights are of random matrices, with as
-many values changed as at a learning rate of 1e-6.
+Real steps in one process: the quickstart's model (run `make fit` once before) in bfloat16, sampled by vLLM,
+GRPO, AdamW. After each step the engine gets the changes. Sizes and times of larger weights are of random
+matrices, with as many values changed as at a learning rate of 1e-6.
 """
 
 import argparse
@@ -73,7 +73,9 @@ async def sample(engine: VllmEngineActor, step: int) -> DataProto:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL.path)
-    records = [json.loads(line) for line in TRAIN.read_text().splitlines()[step * PROMPTS : (step + 1) * PROMPTS]]
+    records = [
+        json.loads(line) for line in TRAIN.read_text().splitlines()[step * PROMPTS : (step + 1) * PROMPTS]
+    ]
     prompts = [np.array(tokenizer(record["prompt"])["input_ids"], np.int32) for record in records]
     requests = [
         SampleRequest(str(i), k, ids, sample_seed(step, 0, str(i), k))
@@ -99,8 +101,12 @@ async def sample(engine: VllmEngineActor, step: int) -> DataProto:
     return DataProto.from_rows([row for group in rows.values() for row in group]).as_tensors()
 
 
-async def measured(engine: VllmEngineActor, rate: float, steps: int, version: int) -> list[tuple[float, float, float]]:
-    """Of each step: share of changed values, bytes over those of whole weights, and seconds of vLLM's load."""
+async def measured(
+    engine: VllmEngineActor, rate: float, steps: int, version: int
+) -> list[tuple[float, float, float]]:
+    """Of each step: share of changed values, bytes over those of whole weights, and seconds of
+    vLLM's load.
+    """
     from workers.model.engine import TrainingEngine
     from workers.model.losses import Denominators, make_policy_loss
 
@@ -150,7 +156,9 @@ def of_large_weights(share: float) -> str:
 async def page(steps: int) -> str:
     config = RolloutConfig(cpu_kv_cache_gib=0.25, weight_sync="delta")
     engine = VllmEngineActor(MODEL, config, index=0, placement="shared_memory", max_model_tokens=96, seed=0)
-    await engine.start()  # before Numba is imported, which its thread stumbles over; it joins a process group of one
+    await (
+        engine.start()
+    )  # before Numba is imported, which its thread stumbles over; it joins a process group of one
     lines = HEADER.format(cores=len(os.sched_getaffinity(0)), steps=steps, prompts=PROMPTS, samples=SAMPLES)
     shares = []
     for number, rate in enumerate(RATES):

@@ -1,11 +1,11 @@
-"""What `ballast.planning.whatif` predicts from synchronous runs of one engine, beside runs with the changes, on two
-cores.
+"""What `ballast.planning.whatif` predicts from synchronous runs of one engine, beside runs with the changes,
+on two cores.
 
     python -m tests.benchmarks.whatif [--steps 30] [--rounds 2] [--output whatif.json]
 
-Engine and trainer have a thread each. The model is random and ends a response one time in 64. Every round records the
-synchronous run, predicts all changes from it, and then measures them. The prediction of a change is written before its
-run begins.
+Engine and trainer have a thread each. The model is random and ends a response one time in 64. Every round
+records the synchronous run, predicts all changes from it, and then measures them. The prediction of a change
+is written before its run begins.
 """
 
 import argparse
@@ -59,7 +59,10 @@ def main() -> None:
             for place, changes in enumerate(CHANGES):
                 row = found.setdefault(" ".join(changes), {"predicted": [], "measured": [], "error": []})
                 prediction = predict(base, changes)
-                print(f"predicted {' '.join(changes)}: {prediction.steps_per_hour:,.0f} steps an hour", flush=True)
+                print(
+                    f"predicted {' '.join(changes)}: {prediction.steps_per_hour:,.0f} steps an hour",
+                    flush=True,
+                )
                 row["predicted"].append(prediction.steps_per_hour / prediction.recorded)
                 measured = speed(run(inputs, folder, f"change-{number}-{place}", arguments.steps, *changes))
                 row["measured"].append(measured / prediction.recorded)

@@ -1,4 +1,6 @@
-"""Inputs that must be refused, each in one line: a table's rows, and the check that is the same for all of them."""
+"""Inputs that must be refused, each in one line: a table's rows, and the check that is the same for all of
+them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ COMMAND = ("--config", "config.yaml")
 class BadInput:
     """One row, in the folder of `tests.controller.config_workspace`.
 
-    words: what the line on stderr must say, in any place. overrides: of the workspace's configuration. write: changes
-    the workspace's files; it is given the folder. code: the exit code. told: what is said on stdout before.
+    words: what the line on stderr must say, in any place. overrides: of the workspace's configuration. write:
+    changes the workspace's files; it is given the folder. code: the exit code. told: what is said on stdout
+    before.
     """
 
     name: str
@@ -34,9 +37,14 @@ def rows(*cases: BadInput) -> pytest.MarkDecorator:
 
 
 def check_refused(
-    case: BadInput, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str
+    case: BadInput,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *options: str,
 ) -> None:
-    """Run the command with `options` in this process: it ends with the row's code and line, having started nothing.
+    """Run the command with `options` in this process: it ends with the row's code and line, having started
+    nothing.
 
     folder: the working directory, a workspace. Only for what cannot end or block the process that reads it.
     """

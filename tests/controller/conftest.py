@@ -1,4 +1,6 @@
-"""Shared by the tests of configurations: a folder with everything that a valid one names, and runs on stand-ins."""
+"""Shared by the tests of configurations: a folder with everything that a valid one names, and runs on
+stand-ins.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing

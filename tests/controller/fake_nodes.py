@@ -1,7 +1,9 @@
-"""python -m tests.controller.fake_nodes NODES: a Ray cluster of nodes of 8 GPUs that are not there, on this machine.
+"""python -m tests.controller.fake_nodes NODES: a Ray cluster of nodes of 8 GPUs that are not there, on this
+machine.
 
-Reserves what two configurations for all GPUs ask for and prints, as JSON, where everything is. A process of its own,
-because one process has one Ray; its files lie apart, because Ray notes the last cluster of a machine there.
+Reserves what two configurations for all GPUs ask for and prints, as JSON, where everything is. A process of
+its own, because one process has one Ray; its files lie apart, because Ray notes the last cluster of a machine
+there.
 """
 
 import json
@@ -19,7 +21,9 @@ GPUS, CPUS, OBJECT_STORE_BYTES = 8, 16, 80 * 2**20
 
 
 def configurations(nodes: int) -> dict[str, Config]:
-    """All GPUs train and generate in turn; or half of them train, two a sequence, and half generate, four an engine."""
+    """All GPUs train and generate in turn; or half of them train, two a sequence, and half generate, four an
+    engine.
+    """
     colocated, apart = Config(), Config()
     for config in (colocated, apart):
         config.resources.device, config.rollout.tensor_parallel = "cuda", 4
@@ -61,7 +65,9 @@ def ask(reservation: Any, pool: Pool) -> list[tuple[int, str, list[str]]]:
             return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
     ranks = [0, pool.engine_ranks - 1, len(pool.bundles) - 1]
-    actors = [(rank, Actor.options(scheduling_strategy=reservation.strategy(rank)).remote()) for rank in ranks * 2]
+    actors = [
+        (rank, Actor.options(scheduling_strategy=reservation.strategy(rank)).remote()) for rank in ranks * 2
+    ]
     return [(rank, *ray.get(actor.sees.remote())) for rank, actor in actors]
 
 

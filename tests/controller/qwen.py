@@ -1,4 +1,6 @@
-"""Folders that look like Qwen2.5 models of the hub to a configuration: config.json as published, weights left out."""
+"""Folders that look like Qwen2.5 models of the hub to a configuration: config.json as published, weights left
+out.
+"""
 
 import json
 from pathlib import Path

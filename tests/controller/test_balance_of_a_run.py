@@ -46,7 +46,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counted
 
 
-def test_p8_p9_m5_every_mini_batch_of_a_default_run_begins_with_karmarkar_karp(run: Run, moves: dict[str, int]) -> None:
+def test_p8_p9_m5_every_mini_batch_of_a_default_run_begins_with_karmarkar_karp(
+    run: Run, moves: dict[str, int]
+) -> None:
     metrics = run("batch.mini_batches=2", "batch.prompts_per_step=4")
     assert moves["mini_batches"] >= 2
     assert moves["karmarkar_karp"] >= moves["mini_batches"]

@@ -26,7 +26,9 @@ def test_a_configurations_functions_are_tried(workspace: Path) -> None:
     own = ("policy.optimizer.name=custom", "policy.optimizer.function=own.py:adagrad")
     check_everything(*own)
     halves = "policy.optimizer.schedule_function=own.py:halves"
-    assert refusal(*own, "policy.optimizer.schedule=custom", halves).startswith("policy.optimizer.schedule_function=")
+    assert refusal(*own, "policy.optimizer.schedule=custom", halves).startswith(
+        "policy.optimizer.schedule_function="
+    )
 
 
 class Signs(torch.optim.Optimizer):

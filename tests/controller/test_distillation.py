@@ -1,5 +1,6 @@
-"""Distillation from a configuration: the real driver, teacher, dispatch and training engine, by stand-ins of vLLM and
-Ray. The loss is that of transformers' own distributions."""
+"""Distillation from a configuration: the real driver, teacher, dispatch and training engine, by stand-ins of
+vLLM and Ray. The loss is that of transformers' own distributions.
+"""
 
 import json
 import shutil
@@ -59,7 +60,10 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 SEVERAL = ("teacher.path=''", "teacher.paths={teacher: teacher, near: near}", "teacher.key=who", *ALONE)
 HINTS = ("teacher.context_key=hint", "teacher.context_template='{context}={prompt}'")
-LONG = (f"teacher.context_template='{120 * '#'}{{context}}{{prompt}}'", "policy.max_tokens_per_micro_batch=256")
+LONG = (
+    f"teacher.context_template='{120 * '#'}{{context}}{{prompt}}'",
+    "policy.max_tokens_per_micro_batch=256",
+)
 
 
 @pytest.mark.drawn(3)
@@ -85,7 +89,9 @@ def test_the_loss_is_that_of_both_models_distributions(
     rows, distances = batches[0].gather(), []
     for index, record in enumerate(records(batches[0])):
         row, hint = rows.row(index), HINTS[0] in others and record["hint"] + "="
-        teacher = record["who"] if SEVERAL[1] in others else "model" if "teacher.path=''" in others else "teacher"
+        teacher = (
+            record["who"] if SEVERAL[1] in others else "model" if "teacher.path=''" in others else "teacher"
+        )
         log_p = log_probs("model", row["input_ids"])
         log_q = log_probs(teacher, row["input_ids"], hint or "")
         common = log_q[:, : log_p.shape[-1]]
@@ -96,13 +102,17 @@ def test_the_loss_is_that_of_both_models_distributions(
         else:
             top = common.topk(3).indices
             parts = [part.exp().gather(-1, top) for part in (log_p, log_q)]
-            found = divergence(kind, *(torch.cat([part, 1 - part.sum(-1, keepdim=True)], -1) for part in parts))
+            found = divergence(
+                kind, *(torch.cat([part, 1 - part.sum(-1, keepdim=True)], -1) for part in parts)
+            )
         distances.append(found[row["loss_mask"][1:]])
     expected = torch.cat(distances).mean().item()
     assert metrics["policy/teacher_divergence"] == pytest.approx(expected, rel=1e-6)
     if others == ALONE and over == "vocabulary":
         weights = torch.cat([torch.full_like(part, 1 / (len(distances) * len(part))) for part in distances])
-        assert metrics["policy/loss"] == pytest.approx(0.5 * (torch.cat(distances) * weights).sum().item(), rel=1e-6)
+        assert metrics["policy/loss"] == pytest.approx(
+            0.5 * (torch.cat(distances) * weights).sum().item(), rel=1e-6
+        )
     assert metrics["policy/grad_norm"] > 0
 
 

@@ -1,4 +1,6 @@
-"""Judges of runs on stand-ins: who is asked what, and what becomes of the answers. Each response is one digit."""
+"""Judges of runs on stand-ins: who is asked what, and what becomes of the answers. Each response is one
+digit.
+"""
 
 import json
 import re
@@ -28,7 +30,12 @@ Run = Callable[..., StandInRun]
 END = CHARACTERS.eos_token_id
 NO_GRADE = CHARACTERS.convert_tokens_to_ids("=")
 JUDGE = ("data.validation=", "reward.judge.max_prompt_tokens=99", "reward.judge.sampling.max_new_tokens=8")
-GRADED = (*JUDGE, "reward.judge.min_grade=0", "reward.judge.max_grade=9", "reward.judge.prompt='{{ response }}'")
+GRADED = (
+    *JUDGE,
+    "reward.judge.min_grade=0",
+    "reward.judge.max_grade=9",
+    "reward.judge.prompt='{{ response }}'",
+)
 COMPARED = (*JUDGE, "reward.judge.form=pairwise", "reward.judge.prompt='{{ response_a }}{{ response_b }}'")
 FOUR = ("rollout.samples_per_prompt=4", "reward.judge.opponents=2")
 
@@ -39,8 +46,8 @@ def digits(ids: Sequence[int]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
-    """Policies write one digit, and the text of an end token. Judges repeat a response, but not a 3, and of two they
-    prefer the larger number.
+    """Policies write one digit, and the text of an end token. Judges repeat a response, but not a 3, and of
+    two they prefer the larger number.
 
     Reward workers give the digit in hundreds. Returns who was asked how often.
     """
@@ -57,7 +64,9 @@ def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
         return [NO_GRADE if verdict == 3 else CHARACTERS.convert_tokens_to_ids(str(verdict))], "stop"
 
     def score(self: StandInReward, block: Any, requests: Sequence[Any]) -> list[Score]:
-        texts = [CHARACTERS.decode(block.row(each.row)["input_ids"][each.prompt_tokens :]) for each in requests]
+        texts = [
+            CHARACTERS.decode(block.row(each.row)["input_ids"][each.prompt_tokens :]) for each in requests
+        ]
         return [
             (Score(float(text), text, {"sure": 1.0}) if text != "=" else Score(0.0, text, failure="no grade"))
             if self.parses
@@ -87,7 +96,9 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
     run_on_stand_ins: Run, batches: list[RemoteBatch], judging: Counter[str]
 ) -> None:
     options = ("reward.judge.samples=2", "reward.judge.sampling.temperature=0.5", "reward.judge.weight=2")
-    found = run_on_stand_ins("reward.judge.model=model", "reward.judge.replicas=2", *options, *GRADED, *FOUR[:1])
+    found = run_on_stand_ins(
+        "reward.judge.model=model", "reward.judge.replicas=2", *options, *GRADED, *FOUR[:1]
+    )
     assert [pool.name for pool in pools(found.config)] == ["training", "judge"]
     samples = [sample for batch in batches for group in groups(batch).values() for sample in group]
     expected = [(digit, round(2 * digit / 9, 6) if digit != 3 else -0.03) for digit, _ in samples]
@@ -99,11 +110,20 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
         assert sum(step[f"judge/{name}"] for step in found.outcome.steps) == count
     assert sum(step["reward/failures"] for step in found.outcome.steps) == lost
     kind = f"judge's answers without a grade: {2 * lost}"
-    assert sum(line.count(kind) for line in found.said) <= 1 <= sum("the answer ends with '='" in x for x in found.said)
+    assert (
+        sum(line.count(kind) for line in found.said)
+        <= 1
+        <= sum("the answer ends with '='" in x for x in found.said)
+    )
     rows = [row for row in RunFolder(found.config.run_folder).failures if row["kind"] == UNPARSED]
     assert sum(row["count"] for row in rows) == 2 * lost and len(rows) == len({row["step"] for row in rows})
-    recorded = [json.loads(line) for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()]
-    assert {(row["response"][0], row["judgement"]) for row in recorded} <= {("3", "="), *((c, c) for c in "0124")}
+    recorded = [
+        json.loads(line) for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()
+    ]
+    assert {(row["response"][0], row["judgement"]) for row in recorded} <= {
+        ("3", "="),
+        *((c, c) for c in "0124"),
+    }
     assert all(step["reward/judge/sure"] == 1 and step["judge/tokens"] > 0 for step in found.outcome.steps)
 
 
@@ -127,7 +147,11 @@ ASYNCHRONOUS = ("rollout.max_staleness=1", "rollout.placement=apart")
 @pytest.mark.parametrize("ahead", [(), ASYNCHRONOUS], ids=["rounds", "ahead"])
 @pytest.mark.parametrize("model", ["policy", "model"])
 def test_each_response_meets_the_next_ones_of_its_group_in_both_places(
-    run_on_stand_ins: Run, batches: list[RemoteBatch], judging: Counter[str], model: str, ahead: tuple[str, ...]
+    run_on_stand_ins: Run,
+    batches: list[RemoteBatch],
+    judging: Counter[str],
+    model: str,
+    ahead: tuple[str, ...],
 ) -> None:
     found = run_on_stand_ins(f"reward.judge.model={model}", *COMPARED, *FOUR, *ahead)
     assert [request.role for request in role_requests(found.config)].count("judge") == (model == "model")
@@ -160,7 +184,9 @@ def test_a_question_that_is_too_long_or_given_up_has_no_grade(run_on_stand_ins: 
     assert all(re.fullmatch(r"prompt \d+, sample \d+: .*no memory.*", row["first"]) for row in rows)
 
 
-def test_generated_samples_are_judged_too_and_comparisons_are_refused(tmp_path: Any, judging: Counter[str]) -> None:
+def test_generated_samples_are_judged_too_and_comparisons_are_refused(
+    tmp_path: Any, judging: Counter[str]
+) -> None:
     lines = generate(tmp_path, "reward.judge.model=model", *GRADED[1:])
     assert {line["parts"].get("judge") for line in lines} <= {None, *(i / 9 for i in (0, 1, 2, 4))}
     assert judging["judge 0"] == len(lines) == 16

@@ -1,4 +1,6 @@
-"""Who has the GPUs when, in whole runs on stand-ins: no two owners at one time, and in the order that a run needs."""
+"""Who has the GPUs when, in whole runs on stand-ins: no two owners at one time, and in the order that a run
+needs.
+"""
 
 import json
 from collections.abc import Callable
@@ -73,11 +75,16 @@ def test_every_epoch_makes_its_optimiser_steps_of_policy_and_critic(run: Run) ->
     epochs = ("batch.epochs=3", "batch.mini_batches=2")
     finished = run(*COLOCATED, *ROLES["warm-up"], *epochs)
     engines = [finished.world.ray.actors[f"{role} dp=0"].instance.engine for role in ("policy", "critic")]
-    assert [engine.steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]  # the policy rests in the first of two steps
+    assert [engine.steps for engine in engines] == [
+        1 * 3 * 2,
+        2 * 3 * 2,
+    ]  # the policy rests in the first of two steps
     assert [engine.total_steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]
 
 
-def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_sends_its_weights(run: Run) -> None:
+def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_sends_its_weights(
+    run: Run,
+) -> None:
     finished = run(*COLOCATED, "data.validation=''")
     events = finished.world.ledger.of("policy dp=0", "rollout 0")
     start = ["start", "sleep 2", "build", "free", "connect", "meet"]
@@ -87,7 +94,9 @@ def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_s
 def test_engines_of_gpus_of_their_own_never_sleep(run: Run) -> None:
     finished = run("rollout.placement=apart", "rollout.replicas=2", *CHECKPOINTS)
     events = finished.world.ledger.of("rollout")
-    assert {"receive", "generate"} <= set(events) and not {"sleep 2", "wake weights", "wake kv_cache"} & set(events)
+    assert {"receive", "generate"} <= set(events) and not {"sleep 2", "wake weights", "wake kv_cache"} & set(
+        events
+    )
 
 
 def test_engines_of_gpus_of_their_own_generate_ahead_and_take_weights_meanwhile(run: Run) -> None:
@@ -139,7 +148,12 @@ def test_an_engine_or_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpo
 ) -> None:
     world = stand_ins.world
     world.trouble = once(actor, what, lambda: world.ray.actors[actor].die(), times)
-    overrides = (f"rollout.placement={placement}", "rollout.replicas=2", "run.steps=4", "run.checkpoint_every=1")
+    overrides = (
+        f"rollout.placement={placement}",
+        "rollout.replicas=2",
+        "run.steps=4",
+        "run.checkpoint_every=1",
+    )
     finished = run(*overrides, "data.validation=''")
     assert finished.outcome.last_step == 4
     assert any("was lost" in said and "restarting all roles" in said for said in finished.said)
@@ -148,7 +162,9 @@ def test_an_engine_or_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpo
 
 
 @pytest.mark.parametrize(("what", "times"), [("generate", 4), ("receive", 2)])
-def test_with_deltas_an_engine_on_a_gpu_is_replaced_alone(stand_ins: StandIns, run: Run, what: str, times: int) -> None:
+def test_with_deltas_an_engine_on_a_gpu_is_replaced_alone(
+    stand_ins: StandIns, run: Run, what: str, times: int
+) -> None:
     """The new one begins with whole weights, those of the run's start, and deltas."""
     world = stand_ins.world
 
@@ -165,13 +181,17 @@ def test_with_deltas_an_engine_on_a_gpu_is_replaced_alone(stand_ins: StandIns, r
     assert {"receive", "generate"} <= set(world.ledger.of("rollout 1 restart 1"))
 
 
-def test_a_transfer_in_which_nobody_dies_and_nothing_moves_has_a_time_limit(stand_ins: StandIns, run: Run) -> None:
+def test_a_transfer_in_which_nobody_dies_and_nothing_moves_has_a_time_limit(
+    stand_ins: StandIns, run: Run
+) -> None:
     def hang() -> None:
         raise NeverReturnsError
 
     stand_ins.world.trouble = once("policy dp=0", "send", hang, 1)
     limit = ("resources.collective_timeout_s=0.1", "run.max_restarts=0")
-    with pytest.raises(LostError, match=r"send_weights did not finish within resources\.collective_timeout_s=0\.1"):
+    with pytest.raises(
+        LostError, match=r"send_weights did not finish within resources\.collective_timeout_s=0\.1"
+    ):
         run(*COLOCATED, *limit)
 
 

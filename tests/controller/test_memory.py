@@ -30,7 +30,9 @@ class Consumer:
 def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:
     """A batch whose rows lie in one block for each producer."""
     parts = np.array_split(np.arange(len(lengths)), len(producers))
-    refs = tuple(producer.block.remote(lengths[part]) for producer, part in zip(producers, parts, strict=True))
+    refs = tuple(
+        producer.block.remote(lengths[part]) for producer, part in zip(producers, parts, strict=True)
+    )
     ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
     blocks = (
         RemoteBatch.of_block(ref, {"length": lengths[part]}, list(COLUMNS))

@@ -1,4 +1,6 @@
-"""From a configuration: a model that the engine would compute wrongly is refused, by a dry run and by a run."""
+"""From a configuration: a model that the engine would compute wrongly is refused, by a dry run
+and by a run.
+"""
 
 from pathlib import Path
 
@@ -22,14 +24,18 @@ def dry_run(*overrides: str) -> int:
     return main(["--config", "config.yaml", "--dry-run", *overrides])
 
 
-def test_a_dry_run_says_how_well_each_model_is_computed(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_how_well_each_model_is_computed(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_tiny_model(workspace / "tiny", head_dim=32)
     write_tokenizer(workspace / "tiny")
     overrides = ("model.path=tiny", "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1")
     assert dry_run(*overrides) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("numerics")]
     assert len(lines) == 2, "the reference is the policy's model, the critic has a head of its own"
-    assert lines[0].startswith("numerics: packed rows of model.path match the model's own forward pass within ")
+    assert lines[0].startswith(
+        "numerics: packed rows of model.path match the model's own forward pass within "
+    )
     assert lines[0].endswith("e-06 nats") or lines[0].endswith("e-07 nats")
     assert "critic.path" in lines[1]
 

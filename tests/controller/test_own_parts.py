@@ -1,4 +1,6 @@
-"""Parts of a user's own: those of docs/your-own.md, from a configuration to what a run does, and what is refused."""
+"""Parts of a user's own: those of docs/your-own.md, from a configuration to what a run does, and what is
+refused.
+"""
 
 import json
 import re
@@ -44,7 +46,9 @@ def scored(actor: StandInReward, block: Any, requests: Sequence[Any]) -> list[Sc
     """Score rows 0 and 1 with 1, and others with 0 and 1 in turn, or by level where the reward takes it."""
     found = []
     for request in requests:
-        right = float(request.columns.get("level", max(1, request.row) if request.row < 2 else request.row) % 2)
+        right = float(
+            request.columns.get("level", max(1, request.row) if request.row < 2 else request.row) % 2
+        )
         found.append(Score(right, "text", {"exact_match": right, "brief": 1.0 - right / (2 + request.row)}))
     return found
 
@@ -66,7 +70,8 @@ def own_run(stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def run(*overrides: str, losses: str = "") -> StandInRun:
         (tmp_path / "losses.py").write_text(losses)
         return stand_ins.run(
-            [re.sub(r"(own|parts|losses)\.py", rf"{tmp_path}/\1.py", each) for each in (*more, *overrides)], read
+            [re.sub(r"(own|parts|losses)\.py", rf"{tmp_path}/\1.py", each) for each in (*more, *overrides)],
+            read,
         )
 
     return run
@@ -77,7 +82,9 @@ def samples(run: StandInRun) -> list[dict[str, Any]]:
 
 
 def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_ins: StandIns) -> None:
-    """Advantages, shaping, filter, metrics and a curriculum in one run. A replay computes the same advantages."""
+    """Advantages, shaping, filter, metrics and a curriculum in one run. A replay computes the same
+    advantages.
+    """
     found = own_run(
         "algorithm.advantage=custom",
         "algorithm.advantage_function=parts.py:each_part",
@@ -104,17 +111,27 @@ def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_in
     stand_ins.begin_anew()
     folder = found.config.run_folder
     again = replay(
-        prepared(settings(folder, trust_run=True), start_before(folder, 2, "never")), folder, range(1, 3), Console()
+        prepared(settings(folder, trust_run=True), start_before(folder, 2, "never")),
+        folder,
+        range(1, 3),
+        Console(),
     )
     assert again["policy/loss"] == last["policy/loss"]
 
 
-@pytest.mark.parametrize("more", [(), ("rollout.max_staleness=1", "rollout.placement=apart")], ids=["sync", "ahead"])
+@pytest.mark.parametrize(
+    "more", [(), ("rollout.max_staleness=1", "rollout.placement=apart")], ids=["sync", "ahead"]
+)
 def test_a_sampler_sees_rewards_and_goes_on_from_a_checkpoint(
     own_run: OwnRun, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
     """A run that loses its workers in step 3 asks for the prompts of one that does not."""
-    own = ("data.sampler=parts.py:uncertain", "run.checkpoint_every=1", "reward.function=own.py:by_level", *more)
+    own = (
+        "data.sampler=parts.py:uncertain",
+        "run.checkpoint_every=1",
+        "reward.function=own.py:by_level",
+        *more,
+    )
     whole, learn, lost = own_run(*own, "run.steps=4", "run.name=whole"), step.learn, list[int]()
 
     def lose(run: Run, batch: RemoteBatch) -> None:
@@ -126,17 +143,29 @@ def test_a_sampler_sees_rewards_and_goes_on_from_a_checkpoint(
     monkeypatch.setattr(step, "learn", lose)
     resumed = own_run(*own, "run.steps=4")
     assert lost
-    first, second = ([(row["step"], row["uid"], row["prompt"]) for row in samples(run)] for run in (whole, resumed))
+    first, second = (
+        [(row["step"], row["uid"], row["prompt"]) for row in samples(run)] for run in (whole, resumed)
+    )
     assert first == second
-    states = [read_manifest(checkpoints_at(run.config.run_folder)[0]).extra["sampler"] for run in (whole, resumed)]
+    states = [
+        read_manifest(checkpoints_at(run.config.run_folder)[0]).extra["sampler"] for run in (whole, resumed)
+    ]
     assert states[0] == states[1] and len(set(states[0]["state"]["p"])) > 1
 
 
-def test_the_auxiliary_loss_of_the_documentation_reads_hidden_states(own_run: OwnRun, stand_ins: StandIns) -> None:
+def test_the_auxiliary_loss_of_the_documentation_reads_hidden_states(
+    own_run: OwnRun, stand_ins: StandIns
+) -> None:
     """By the real engine: the term alone, with rewards that give no advantage, makes the states smaller."""
-    (loss,) = (each.body for each in blocks_of(ROOT / "docs" / "your-own.md") if "def small_states(" in each.body)
+    (loss,) = (
+        each.body for each in blocks_of(ROOT / "docs" / "your-own.md") if "def small_states(" in each.body
+    )
     stand_ins.compute()
-    own = ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:small_states", "policy.data_parallel=1")
+    own = (
+        "algorithm.loss.name=custom",
+        "algorithm.loss.function=losses.py:small_states",
+        "policy.data_parallel=1",
+    )
     more = ("run.steps=3", "policy.optimizer.learning_rate=1e-3", "reward.function=own.py:by_level")
     found = own_run(*own, *more, "algorithm.loss.hidden_states=true", losses=loss.replace("0.01", "1.0"))
     sizes = [step["policy/hidden_size"] for step in found.outcome.steps]
@@ -162,19 +191,37 @@ CUSTOM, DROPS = ["algorithm.advantage=custom"], ["algorithm.zero_variance_groups
 @rows(
     made("is too short", "reward.shaping", "return reward[:1]", "it returned [1.0]"),
     made("needs a spread", "algorithm.advantage_function", NO_SPREAD, "it returned [nan", more=CUSTOM),
-    made("takes what is not there", "algorithm.advantage_function reward, level", "...", "'level'", more=CUSTOM),
+    made(
+        "takes what is not there", "algorithm.advantage_function reward, level", "...", "'level'", more=CUSTOM
+    ),
     made("says maybe", "algorithm.group_filter", "return 'yes'", "it returned 'yes'", more=DROPS),
     made("returns a list", "run.metrics", "return [1.0]", "it returned [1.0]"),
-    made("weighs by texts", "batch.replay.by", "return ['a'] * 4", "it returned ['a'", more=["batch.replay.share=1"]),
+    made(
+        "weighs by texts",
+        "batch.replay.by",
+        "return ['a'] * 4",
+        "it returned ['a'",
+        more=["batch.replay.share=1"],
+    ),
     made("raises", "run.metrics", "raise ValueError('no')", "ValueError: no"),
     made("returns no state", "data.sampler count", "return [0] * count", "and a state"),
     made("names no record", "data.sampler count", "return [9] * count, {}", "record 9 of 1 records"),
-    made("keeps an object", "data.sampler count", "return [0] * count, {'at': time.gmtime}", "function gmtime"),
+    made(
+        "keeps an object", "data.sampler count", "return [0] * count, {'at': time.gmtime}", "function gmtime"
+    ),
     made("takes what is not there", "data.sampler epoch", "...", "'epoch'"),
-    made("mixes", "data.sampler count", "...", "data.sources", more=["data.train=''", "data.sources={train.jsonl: 1}"]),
+    made(
+        "mixes",
+        "data.sampler count",
+        "...",
+        "data.sources",
+        more=["data.train=''", "data.sources={train.jsonl: 1}"],
+    ),
     BadInput("a custom advantage without a function", ["algorithm.advantage=custom"], CUSTOM),
     BadInput(
-        "a function without its advantage", ["algorithm.advantage_function"], ["algorithm.advantage_function=a:b"]
+        "a function without its advantage",
+        ["algorithm.advantage_function"],
+        ["algorithm.advantage_function=a:b"],
     ),
     BadInput("a filter of groups that are kept", ["algorithm.group_filter"], ["algorithm.group_filter=a:b"]),
 )

@@ -1,4 +1,6 @@
-"""Steps of a user's own: those of docs/your-own.md, from a configuration to what they update, and what is refused."""
+"""Steps of a user's own: those of docs/your-own.md, from a configuration to what they update, and what is
+refused.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +25,19 @@ PAGE = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if "con
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["two_updates", "imitate_the_best", "critic_first"])
 def test_the_steps_of_the_documentation_train(stand_ins: StandIns, tmp_path: Path, name: str) -> None:
-    """On the real driver and actors, in the order that the page says; run.step is read as a user's run reads it."""
+    """On the real driver and actors, in the order that the page says; run.step is read as a user's run reads
+    it.
+    """
     (code,) = (body for body in PAGE if f"def {name}(" in body)
     assert code.count("\n") <= 25
     (tmp_path / "loops.py").write_text(code.replace("run.number > 10", "run.number > 1"))
     more = ["algorithm.advantage=gae"] if name == "critic_first" else []
-    settings = [f"run.dir={tmp_path}", "data.validation=''", f"run.step={tmp_path / 'loops.py'}:{name}", *more]
+    settings = [
+        f"run.dir={tmp_path}",
+        "data.validation=''",
+        f"run.step={tmp_path / 'loops.py'}:{name}",
+        *more,
+    ]
     finished = stand_ins.run([*settings, "run.steps=2", "policy.data_parallel=1"])
     first, second = finished.outcome.steps
     policy = [what for actor, what in finished.world.ledger.events if actor.startswith("policy")]

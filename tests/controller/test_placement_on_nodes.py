@@ -24,7 +24,10 @@ def nodes(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def placed(nodes: int) -> dict[str, Any]:
     process = subprocess.run(
-        [sys.executable, "-m", "tests.controller.fake_nodes", str(nodes)], cwd=ROOT, text=True, capture_output=True
+        [sys.executable, "-m", "tests.controller.fake_nodes", str(nodes)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
     )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
@@ -36,10 +39,14 @@ def test_pairs_and_engines_that_share_gpus_stay_on_a_node(nodes: int, placed: di
     assert len(ranks) == nodes * GPUS
     assert groups_on_several_nodes(ranks, 2) == []
     assert groups_on_several_nodes(ranks, 4) == []
-    assert groups_on_several_nodes(placed["colocated"]["bundles"]["training"], 2), "Ray's own order is as good"
+    assert groups_on_several_nodes(placed["colocated"]["bundles"]["training"], 2), (
+        "Ray's own order is as good"
+    )
 
 
-def test_pairs_stay_on_a_node_where_engines_have_gpus_of_their_own(nodes: int, placed: dict[str, Any]) -> None:
+def test_pairs_stay_on_a_node_where_engines_have_gpus_of_their_own(
+    nodes: int, placed: dict[str, Any]
+) -> None:
     ranks, engines = (placed["apart"]["ranks"][pool] for pool in ("training", "rollout"))
     assert (len(ranks), len(engines)) == (nodes * 4, nodes)
     assert groups_on_several_nodes(ranks, 2) == []

@@ -1,4 +1,6 @@
-"""A loop of one's own: what the configured loop computes, whatever the split, and refusals. Engines are stand-ins."""
+"""A loop of one's own: what the configured loop computes, whatever the split, and refusals. Engines are
+stand-ins.
+"""
 
 import re
 from collections.abc import Callable
@@ -46,7 +48,9 @@ def weights(stand_ins: StandIns) -> dict[str, torch.Tensor]:
 
 def keep_whole_numbers(stand_ins: StandIns) -> None:
     """Norms that transformers computes in float32 are computed in float64."""
-    keep_float64(Case(share_prefixes="always"), stand_ins.world.ray.actors["policy dp=0"].instance.engine.module.model)
+    keep_float64(
+        Case(share_prefixes="always"), stand_ins.world.ray.actors["policy dp=0"].instance.engine.module.model
+    )
 
 
 def gradients(stand_ins: StandIns) -> dict[str, torch.Tensor]:
@@ -71,7 +75,9 @@ def test_a_loop_of_ones_own_equals_the_configured_one_to_the_bit(
 
 
 @pytest.mark.parametrize("loss", [None, "importance_sampling", "gspo"])
-def test_a_batch_in_calls_has_the_gradient_of_one_call(stand_ins: StandIns, opened: Open, loss: str | None) -> None:
+def test_a_batch_in_calls_has_the_gradient_of_one_call(
+    stand_ins: StandIns, opened: Open, loss: str | None
+) -> None:
     stand_ins.compute("float64")
     with opened("model.share_prefixes=always", "policy.max_tokens_per_micro_batch=24") as run:
         keep_whole_numbers(stand_ins)
@@ -116,7 +122,10 @@ def test_means_of_two_batches_and_rows_given_twice_are_refused(opened: Open) -> 
 def test_own_sequences_have_log_probs_and_learn_by_weights(stand_ins: StandIns, opened: Open) -> None:
     stand_ins.compute("float64")
     ids = [np.arange(3, 3 + length) for length in (5, 9, 2)]
-    rows = [{"input_ids": each, "loss_mask": np.arange(len(each)) > 0, "weights": np.ones(len(each))} for each in ids]
+    rows = [
+        {"input_ids": each, "loss_mask": np.arange(len(each)) > 0, "weights": np.ones(len(each))}
+        for each in ids
+    ]
     with opened("data.train=''", "reward.function=''") as run:
         batch = run.batch(rows)
         before = run.forward(batch).result().log_probs
@@ -126,7 +135,9 @@ def test_own_sequences_have_log_probs_and_learn_by_weights(stand_ins: StandIns, 
         for found, known in zip(passed.log_probs, before, strict=True):
             np.testing.assert_allclose(found, known, rtol=1e-6)
         run.step(learning_rate=1e-2).result()
-        assert sum(row.sum() for row in run.forward(batch).result().log_probs) > sum(row.sum() for row in before)
+        assert sum(row.sum() for row in run.forward(batch).result().log_probs) > sum(
+            row.sum() for row in before
+        )
         with refused("data.train is empty"):
             run.prompts(1)
 
@@ -266,7 +277,9 @@ def test_the_loops_of_the_page_run(stand_ins: StandIns, opened: Open, monkeypatc
     page = ROOT / "docs" / "primitives.md"
     section = re.search(rf"^#+ {title}$(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
     assert section is not None
-    code = [block.body for block in blocks_of(page) if block.language == "python" and block.body in section[1]]
+    code = [
+        block.body for block in blocks_of(page) if block.language == "python" and block.body in section[1]
+    ]
     learned = []
 
     def open_with(config: Any = None, *, overrides: Any = (), reward: Any = None) -> Any:

@@ -77,7 +77,9 @@ def decoded(found: Inputs) -> list[str]:
 
 
 def texts(rng: random.Random) -> str:
-    return "".join(rng.choices(["<bos>", "<eos>", "1", "2", "+", "="], [1, 1, 3, 3, 3, 3], k=rng.randint(1, 9)))
+    return "".join(
+        rng.choices(["<bos>", "<eos>", "1", "2", "+", "="], [1, 1, 3, 3, 3, 3], k=rng.randint(1, 9))
+    )
 
 
 def chats(rng: random.Random) -> list[dict[str, Any]]:
@@ -124,7 +126,9 @@ def test_decoded_a_prompt_is_what_its_record_shows(workspace: Path) -> None:
 def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> None:
     write(workspace / "x.jsonl", [[USER, SAID], [USER]])
     tried = try_inputs(load(None, CHAT))
-    with pytest.raises(BallastError, match=r"x.jsonl record 1 ends with an assistant's .* data.continue_last_message="):
+    with pytest.raises(
+        BallastError, match=r"x.jsonl record 1 ends with an assistant's .* data.continue_last_message="
+    ):
         tokenized(load(None, CHAT), tried)
     found = tokenized(load(None, [*CHAT, "data.continue_last_message=true"]), tried)
     assert decoded(found) == ["<bos>+1+1=2", "<bos>+1+1="]
@@ -137,7 +141,10 @@ def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> 
         (7, "a prompt of type int"),
         (["1+1"], "malformed chat message"),
         ([{"role": "user"}], "of role 'user' whose content is of type NoneType"),
-        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "of role 'assistant' whose content is of"),
+        (
+            [USER, {"role": "assistant", "content": None, "tool_calls": []}],
+            "of role 'assistant' whose content is of",
+        ),
         ([{"role": "user", "content": 7}], "whose content is of type int"),
         ([{"role": "user", "content": [{"type": "video"}]}], "with a part of type 'video'"),
         ("1\ud800", "column 'prompt'"),
@@ -165,7 +172,8 @@ def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
     [
         "{{ m.content }}",
         "{% for part in m.content %}{{ part.text }}{% endfor %}",
-        "{% for p in ([{'text': m.content}] if m.content is string else m.content) %}{{ p.text }}{% endfor %}",
+        "{% for p in ([{'text': m.content}] if m.content is string else m.content) %}{{ p.text }}{% endfor "
+        "%}",
         "{{ m.content | trim }}",
     ],
 )
@@ -233,7 +241,9 @@ def test_a_dry_run_names_columns_of_data_that_nothing_reads(
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("command", READABLE)
-@pytest.mark.parametrize("content", ["", " \n", [{"type": "text", "text": " "}]], ids=["empty", "blank", "parts"])
+@pytest.mark.parametrize(
+    "content", ["", " \n", [{"type": "text", "text": " "}]], ids=["empty", "blank", "parts"]
+)
 def test_a_chat_of_blank_messages_is_refused(
     workspace: Path, command: Any, content: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,7 +254,9 @@ def test_a_chat_of_blank_messages_is_refused(
     assert "x.jsonl" in error and "empty prompt" in error
 
 
-def test_a_reward_or_a_chat_template_reads_columns(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_or_a_chat_template_reads_columns(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (workspace / "reward.py").write_text("def reward(response, turns):\n    return 0.0\n")
     write_model(workspace / "model", "$A", TEMPLATE + "{{ tools | length if tools }}")
     tool = {"name": "add", "description": "", "parameters": {}}
@@ -258,7 +270,10 @@ OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "add
 
 def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
     (message,) = cleaned([OLD_CALL], "x")
-    assert message == {"role": "assistant", "tool_calls": [{"type": "function", "function": OLD_CALL["function_call"]}]}
+    assert message == {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": OLD_CALL["function_call"]}],
+    }
 
 
 @pytest.mark.parametrize("call", ["add", {"arguments": "{}"}, [], 7])
@@ -271,7 +286,9 @@ def test_a_malformed_function_call_is_named(call: Any) -> None:
 
 def test_learned_calls_hold_no_arguments_that_arrow_added(workspace: Path) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {name: 1}}} for name in "xy"]
-    rows = [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in calls]
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in calls
+    ]
     pa.parquet.write_table(pa.Table.from_pylist(rows), "x.parquet")
     assert pa.parquet.read_table("x.parquet").to_pylist() != rows
     examples = [sft_examples(record, ("messages", "", ""), "x")[0] for record in read_records("x.parquet")]
@@ -292,14 +309,34 @@ END = TEMPLATE.replace("eos_token", "'<end>'")
         (sft, [{"prompt": "1", "response": "2<far>"}], 2, "has token id 38"),
         (fit, [{"prompt": [USER]}], 0, "the chat template of model.path=model ends a turn with '<end>'"),
         (evaluate, [{"prompt": [USER]}], 0, "Add its id, 19, to eos_token_id"),
-        (sft, [{"messages": [USER, SAID]}], 0, "the first record, as the model reads it:\n    <bos>+1+1=2<end>\n"),
-        (sft, [{"messages": [USER, SAID]}], 0, "the chat template of model.path=model ends a turn with '<end>'"),
+        (
+            sft,
+            [{"messages": [USER, SAID]}],
+            0,
+            "the first record, as the model reads it:\n    <bos>+1+1=2<end>\n",
+        ),
+        (
+            sft,
+            [{"messages": [USER, SAID]}],
+            0,
+            "the chat template of model.path=model ends a turn with '<end>'",
+        ),
         (preferences, [PAIR, EQUAL], 0, "x.jsonl: 1 of 2 pairs have equal responses"),
-        (preferences, [{"chosen": [USER, SAID], "rejected": [USER, SAID]}], 2, "responses are equal in all records"),
+        (
+            preferences,
+            [{"chosen": [USER, SAID], "rejected": [USER, SAID]}],
+            2,
+            "responses are equal in all records",
+        ),
     ],
 )
 def test_a_dry_run_finds_what_a_model_cannot_read_end_or_learn(
-    workspace: Path, command: Any, records: list[Any], code: int, words: str, capsys: pytest.CaptureFixture[str]
+    workspace: Path,
+    command: Any,
+    records: list[Any],
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_model(workspace / "model", "$A", END, ["<end>", *(f"<{number}>" for number in range(18)), "<far>"])
     (workspace / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -335,7 +372,12 @@ def test_a_broken_tokenizer_is_named(workspace: Path, file: str, content: str) -
         ("tokenizer.json", "{}", fit, "model.path=model has no tokenizer"),
         ("chat_template.jinja", "{{ 'x' * 400000000 }}", sft, "400,000,000 characters"),
         ("chat_template.jinja", "{{ 'x' * 100000000000 }}", generate, "MemoryError"),
-        ("chat_template.jinja", "{{ messages[0].content[:1] * 30000000 }}", evaluate, "30,000,000 characters"),
+        (
+            "chat_template.jinja",
+            "{{ messages[0].content[:1] * 30000000 }}",
+            evaluate,
+            "30,000,000 characters",
+        ),
         ("chat_template.jinja", "{{ '\\ud800' }}", fit, "x.jsonl record 1"),
     ],
 )

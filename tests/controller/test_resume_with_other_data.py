@@ -42,14 +42,21 @@ def workspace(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def try_again(*overrides: str) -> DataIdentity:
     """The identity of the data of a run that goes on from the two steps, by what its dry run tries."""
-    return try_inputs(load(None, [*SETTINGS, *OWN, "run.resume=runs/run", "run.name=again", *overrides])).identity
+    return try_inputs(
+        load(None, [*SETTINGS, *OWN, "run.resume=runs/run", "run.name=again", *overrides])
+    ).identity
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         (),
-        ("run.steps=9", "policy.optimizer.learning_rate=1e-3", "batch.prompts_per_step=4", "algorithm.advantage=rloo"),
+        (
+            "run.steps=9",
+            "policy.optimizer.learning_rate=1e-3",
+            "batch.prompts_per_step=4",
+            "algorithm.advantage=rloo",
+        ),
         ("data.train=moved.jsonl",),
     ],
     ids=["nothing", "settings of learning", "the same data elsewhere"],
@@ -59,7 +66,9 @@ def test_what_leaves_the_prompts_as_they_were_goes_on(workspace: Path, overrides
     (workspace / "moved.jsonl").write_text(records(*TRAINED))
     checkpoint = read_manifest(checkpoint_path(workspace / "runs" / "run", 2)).extra
     assert checkpoint["position"] == 4, "two steps of two prompts"
-    assert try_again(*overrides) == {key: part for key, part in checkpoint["data"].items() if key != "prompts"}
+    assert try_again(*overrides) == {
+        key: part for key, part in checkpoint["data"].items() if key != "prompts"
+    }
 
 
 def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
@@ -80,7 +89,16 @@ def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
         (("data.chat_template_arguments={x: 1}",), "data.chat_template_arguments={'x': 1} was {}"),
         (("data.sources={mine.jsonl: 1, longer.jsonl: 1}", "data.train=''"), r"has 8 \+ 9 records"),
     ],
-    ids=["a record more", "an edited record", "seed", "order", "tokenizer", "template", "arguments", "another source"],
+    ids=[
+        "a record more",
+        "an edited record",
+        "seed",
+        "order",
+        "tokenizer",
+        "template",
+        "arguments",
+        "another source",
+    ],
 )
 def test_other_prompts_or_another_order_are_refused_before_anything_starts(
     workspace: Path, overrides: tuple[str, ...], words: str
@@ -105,7 +123,11 @@ def test_a_run_that_may_go_on_with_other_data_takes_them_from_where_it_is_told(
     finished = StandIns(monkeypatch).run(going_on)
     assert finished.outcome.last_step == 3 and len(finished.outcome.steps) == 1
     progress = read_manifest(checkpoint_path(workspace / "runs" / other_data, 3)).extra
-    assert (progress["position"], progress["data"]["sources"][0][0], progress["data"]["prompts"]) == (position, 9, [9])
+    assert (progress["position"], progress["data"]["sources"][0][0], progress["data"]["prompts"]) == (
+        position,
+        9,
+        [9],
+    )
     # From there on these are the data of the run.
     try_inputs(load(None, [*SETTINGS, *OWN, name, "run.resume=auto"]))
 

@@ -1,5 +1,6 @@
-"""Whole runs in this process, from a configuration: the real driver, dispatch and training engine of one rank; vLLM and
-Ray are stand-ins."""
+"""Whole runs in this process, from a configuration: the real driver, dispatch and training engine of one
+rank; vLLM and Ray are stand-ins.
+"""
 
 import json
 import sys
@@ -81,7 +82,12 @@ def stand_ins(stand_ins: StandIns, stand_in_folder: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def run(stand_ins: StandIns, tmp_path: Path) -> Run:
-    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
+    settings = [
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "data.validation=''",
+        "rollout.placement=colocated",
+    ]
     return lambda *overrides: stand_ins.run([*settings, *overrides])
 
 
@@ -110,14 +116,21 @@ def test_a_run_trains_by_an_optimizer_and_a_schedule_of_its_own(run: Run, stand_
     finished = run("policy.optimizer.name=custom", "policy.optimizer.schedule=custom", *own)
     assert [step["policy/learning_rate"] for step in finished.outcome.steps] == pytest.approx([0.25, 0.75])
     assert isinstance(engine_of(finished).optimizer, torch.optim.Adagrad)
-    assert worker_arguments(finished.config, "policy")["optimizer"].function == f"{stand_in_folder}/own.py:function"
+    assert (
+        worker_arguments(finished.config, "policy")["optimizer"].function
+        == f"{stand_in_folder}/own.py:function"
+    )
 
 
 def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     run: Run, batches: list[RemoteBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished = run("run.steps=1", "model.lora.rank=2", "run.save_every=1", "policy.optimizer.learning_rate=1e-2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the stand-ins' GPUs are gone: peft would use them
+    finished = run(
+        "run.steps=1", "model.lora.rank=2", "run.save_every=1", "policy.optimizer.learning_rate=1e-2"
+    )
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: False
+    )  # the stand-ins' GPUs are gone: peft would use them
     folder = finished.config.run_folder
     sequences = batches[0].gather()
     base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
@@ -166,7 +179,9 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
     _, tried, tokens, _ = loss_trial(finished.config, read_records("prompts.jsonl"))
     always = {"input_ids", "loss_mask", "prefix_hashes", "level", "source"}
     assert of_the_batch | always == {*tried, *tokens} | always
-    with pytest.raises(DataError, match=r"'source' holds no numbers. The loss finds it in predictions.objects"):
+    with pytest.raises(
+        DataError, match=r"'source' holds no numbers. The loss finds it in predictions.objects"
+    ):
         seen[0]["source"]
 
 
@@ -197,7 +212,9 @@ def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    assert (torch.cat(ratios[4:]) - 1).abs().max() > 0.01  # the second pass starts from the log-probs before the first
+    assert (
+        torch.cat(ratios[4:]) - 1
+    ).abs().max() > 0.01  # the second pass starts from the log-probs before the first
     expected, found = dict(model.named_parameters()), weights_of(finished)
     assert max(float((found[name] - weight.detach()).abs().max()) for name, weight in expected.items()) < 1e-9
     assert finished.outcome.steps[0]["tokens/update"] == 2 * batch["length"].sum()
@@ -220,7 +237,9 @@ def cut(seed: int) -> tuple[int, str]:
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize(("rule", "aggregation"), [("drop", "token_mean"), *(("mask", name) for name in AGGREGATIONS)])
+@pytest.mark.parametrize(
+    ("rule", "aggregation"), [("drop", "token_mean"), *(("mask", name) for name in AGGREGATIONS)]
+)
 def test_the_loss_of_masked_samples_is_that_of_a_batch_without_them_and_their_rewards_count(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], rule: str, aggregation: str
 ) -> None:
@@ -255,7 +274,9 @@ def test_a_step_whose_samples_are_all_truncated_trains_nothing_or_ends_the_run(
     whole = sample_seed(0, 1, "0", 1)  # of step 1
     stand_ins.world.answer = lambda seed: (3, "stop" if seed == whole else "length")
     finished = run("reward.truncated=mask", "algorithm.zero_variance_groups=drop")
-    assert [batch["uid"].tolist() for batch in batches] == [["0", "0"]]  # the other group's rewards differ too
+    assert [batch["uid"].tolist() for batch in batches] == [
+        ["0", "0"]
+    ]  # the other group's rewards differ too
     assert [step["rollout/truncated_share"] for step in finished.outcome.steps] == [0.75, 1]
     with pytest.raises(RolloutError, match=r"reward\.truncated=drop"):
         run("reward.truncated=drop", "run.name=dropped")
@@ -268,12 +289,15 @@ def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
     stand_ins.world.answer = lambda seed: (9, "length")
     monkeypatch.setattr("workers.episodes.thinking.MARKS", ("=", "+"))  # prompts end with `=`
     settings = ("rollout.sampling.max_thinking_tokens=5", "rollout.sampling.end_of_thinking=9+")
-    finished = run(*settings, "run.steps=1", "rollout.samples_per_prompt=8", "policy.max_tokens_per_micro_batch=256")
+    finished = run(
+        *settings, "run.steps=1", "rollout.samples_per_prompt=8", "policy.max_tokens_per_micro_batch=256"
+    )
     (batch,) = batches
     rows, inserted, cut = batch.gather(), tokenizer()("9+")["input_ids"], 0
     for row in range(len(batch)):
         ids, mask = (
-            rows.slice(row, row + 1).tokens[name][batch["prompt_tokens"][row] :] for name in ("input_ids", "loss_mask")
+            rows.slice(row, row + 1).tokens[name][batch["prompt_tokens"][row] :]
+            for name in ("input_ids", "loss_mask")
         )
         is_cut = inserted[1] not in ids[:5]
         assert bool(batch["cut_thoughts"][row]) == is_cut and int(mask.sum()) == batch["response_tokens"][row]
@@ -298,7 +322,9 @@ def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: 
 def test_a_checkpoint_before_the_first_update_changes_no_later_update(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], optimizer: str
 ) -> None:
-    """A first step without trained samples: its checkpoint makes the optimiser's state, which other runs make later."""
+    """A first step without trained samples: its checkpoint makes the optimiser's state, which other runs make
+    later.
+    """
     stand_ins.compute()
     whole = {sample_seed(0, 2, uid, sample) for uid in "23" for sample in (0, 1)}
     stand_ins.world.answer = lambda seed: (3, "stop" if seed in whole else "length")
@@ -337,8 +363,8 @@ def experts(stand_in_folder: Path) -> str:
 def test_updates_go_through_the_experts_that_the_sampler_chose(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], experts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To compare changes nothing, to replay changes the update; both say how often the routers would choose others.
-    The reference does not get the choices.
+    """To compare changes nothing, to replay changes the update; both say how often the routers would choose
+    others. The reference does not get the choices.
     """
     weights, mismatch, given, log_probs = {}, {}, set(), TrainingEngine.log_probs
 
@@ -391,7 +417,9 @@ def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(run: Run, t
     assert first["reward/kl_coefficient"] == 0.1
     assert second["reward/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))  # 4 samples
     assert first["critic/returns"] > 0
-    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "critic", dtype=torch.float32)
+    critic = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run" / "critic", dtype=torch.float32
+    )
     assert critic.score.weight.shape[0] == 1
     assert critic.score.weight.abs().sum() > 0
     for role in ("policy", "critic"):
@@ -399,14 +427,22 @@ def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(run: Run, t
         assert found == ["step-1", "step-2"]
 
 
-def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_it_is(run: Run, tmp_path: Path) -> None:
+def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_it_is(
+    run: Run, tmp_path: Path
+) -> None:
     """Step 2, with the adapted weight of the KL and the optimiser's state of the checkpoint of step 1."""
     recorded, folder = run(*PPO).outcome.steps[1], tmp_path / "run"
     config, files = settings_of(folder), times_of_change(folder)
     start = start_before(folder, 2, config.run.resume)
     assert start == Start(folder / "checkpoints" / "policy" / "step-1", range(2, 3))
     replayed = replay(prepared(config, start), folder, start.steps, Console())
-    for name in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "reward/kl_coefficient"):
+    for name in (
+        "policy/loss",
+        "policy/grad_norm",
+        "critic/loss",
+        "critic/grad_norm",
+        "reward/kl_coefficient",
+    ):
         assert replayed[name] == pytest.approx(recorded[name], abs=1e-6), name
     assert times_of_change(folder) == files
 
@@ -443,8 +479,18 @@ def thinker(stand_in_folder: Path) -> tuple[str, ...]:
     records = [json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i}?"}]}) for i in range(8)]
     (stand_in_folder / "chats.jsonl").write_text("\n".join(records))
     data = ("model.path=thinker", "data.train=chats.jsonl", "data.max_prompt_tokens=64", "reward.function=''")
-    lengths = ("rollout.sampling.max_new_tokens=64", "policy.max_tokens_per_micro_batch=512", "rollout.max_turns=3")
-    return (*data, *lengths, "rollout.environment=sums.py:Sums", "policy.optimizer.learning_rate=1e-3", "run.steps=1")
+    lengths = (
+        "rollout.sampling.max_new_tokens=64",
+        "policy.max_tokens_per_micro_batch=512",
+        "rollout.max_turns=3",
+    )
+    return (
+        *data,
+        *lengths,
+        "rollout.environment=sums.py:Sums",
+        "policy.optimizer.learning_rate=1e-3",
+        "run.steps=1",
+    )
 
 
 def thought(seed: int) -> tuple[list[int], str]:
@@ -464,14 +510,22 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
     (batch,) = batches
     assert batch["sample_number"].tolist() == [n for n in range(4) for _ in range(3)]
     (metrics,) = finished.outcome.steps
-    assert (metrics["rollout/samples"], metrics["rollout/rows_per_sample"], metrics["rollout/turns_mean"]) == (4, 3, 3)
+    assert (
+        metrics["rollout/samples"],
+        metrics["rollout/rows_per_sample"],
+        metrics["rollout/turns_mean"],
+    ) == (4, 3, 3)
     assert (metrics["rollout/cut_tokens_mean"], metrics["rollout/history_refused_share"]) == (0, 0)
-    rewards = dict(zip(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True), batch["reward"], strict=True))
+    rewards = dict(
+        zip(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True), batch["reward"], strict=True)
+    )
     assert len({*rewards.values()}) > 2
     advantages = {}
     for (uid, sample), reward in rewards.items():
         group = np.array([found for (other, _), found in rewards.items() if other == uid])
-        advantages[f"{uid}/{sample}"] = float(np.float32((reward - group.mean()) / (group.std(ddof=1) + 1e-6)))
+        advantages[f"{uid}/{sample}"] = float(
+            np.float32((reward - group.mean()) / (group.std(ddof=1) + 1e-6))
+        )
     turns = [(name.rpartition("/")[0], prompt, tokens) for name, prompt, tokens in stand_ins.world.turns]
     sampled = {name: sum(len(tokens) for other, _, tokens in turns if other == name) for name in advantages}
     assert len(turns) == 12
@@ -479,16 +533,23 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
     for name, prompt, tokens in turns:
         ids = torch.tensor([*prompt, *tokens])
         log_probs = (
-            model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, ids[len(prompt) :, None])
+            model(ids[None])
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+            .gather(-1, ids[len(prompt) :, None])
         )
         weight = {"token_mean": 1 / sum(sampled.values()), "sequence_mean_token_sum": 1 / 4}
         (-log_probs.sum() * advantages[name] * weight.get(aggregation, 1 / (4 * sampled[name]))).backward()
     expected = torch.sqrt(sum(parameter.grad.square().sum() for parameter in model.parameters()))
     assert metrics["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
-    loss = [-advantages[name] * len(t) * weight.get(aggregation, 1 / (4 * sampled[name])) for name, _, t in turns]
+    loss = [
+        -advantages[name] * len(t) * weight.get(aggregation, 1 / (4 * sampled[name])) for name, _, t in turns
+    ]
     assert metrics["policy/loss"] == pytest.approx(sum(loss), rel=1e-6)
     folder = finished.config.run_folder
-    replayed = replay(prepared(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console())
+    replayed = replay(
+        prepared(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console()
+    )
     assert replayed["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
 
 
@@ -498,7 +559,12 @@ def test_rewritten_conversations_made_ahead_are_trained_after_a_resumption_too(
     """Groups that were made ahead come from the checkpoint's file with their branches."""
     stand_ins.compute()
     stand_ins.world.answer = thought
-    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=apart"]
+    settings = [
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "data.validation=''",
+        "rollout.placement=apart",
+    ]
     settings += [*thinker, "rollout.max_staleness=1", "run.checkpoint_every=1", "batch.mini_batches=2"]
     settings += ["run.steps=3", "run.keep_checkpoints=3"]
     first = stand_ins.run(settings).outcome.steps

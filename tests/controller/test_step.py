@@ -19,7 +19,9 @@ from workers.batch.score import Score
 from workers.errors import MismatchError
 
 Run = Callable[..., LocalRun]
-UNPROVEN = "rollout.engine={quantization: fp8}"  # sampler and trainer differ: no pass is added to compare them
+UNPROVEN = (
+    "rollout.engine={quantization: fp8}"  # sampler and trainer differ: no pass is added to compare them
+)
 VALIDATION = ("data.validation=held_out.jsonl", "validation.keep_best=reward")
 
 
@@ -156,7 +158,9 @@ def test_a_step_of_ppo_is_in_order(local_run: Run) -> None:
 
 
 def test_every_epoch_draws_its_own_mini_batches_and_policy_and_critic_share_them(local_run: Run) -> None:
-    found = local_run(UNPROVEN, "algorithm.advantage=gae", "batch.epochs=3", "batch.mini_batches=2", "run.steps=1")
+    found = local_run(
+        UNPROVEN, "algorithm.advantage=gae", "batch.epochs=3", "batch.mini_batches=2", "run.steps=1"
+    )
     outcome = found.fit()
     assert [batch.meta["epoch"] for batch, _ in found.policy.updates] == [0, 1, 2]
     drawn = [mini_batches_of(plan) for _, plan in found.policy.updates]
@@ -388,9 +392,17 @@ def test_callbacks_see_each_step_and_what_they_add_is_recorded(local_run: Run) -
     for row in rows:
         samples = views[row["step"]].samples
         assert len(samples) == row.get("rollout/samples", 0)
-        assert row["mine/double"] == 2 * row["mine/responses"] == 2 * len({sample["response"] for sample in samples})
+        assert (
+            row["mine/double"]
+            == 2 * row["mine/responses"]
+            == 2 * len({sample["response"] for sample in samples})
+        )
     assert views[2].samples[0].keys() >= {"prompt", "response", "reward", "uid"}
-    assert [views[step].model.name for step in range(3)] == ["model", "model", "model-1"]  # saved after the callback
+    assert [views[step].model.name for step in range(3)] == [
+        "model",
+        "model",
+        "model-1",
+    ]  # saved after the callback
 
 
 def test_a_callback_that_raises_ends_the_run_after_the_step_is_recorded_and_saved(local_run: Run) -> None:

@@ -1,4 +1,6 @@
-"""Agents' sessions in whole runs in this process: what is trained of their trees. Gateway and agent are stand-ins."""
+"""Agents' sessions in whole runs in this process: what is trained of their trees. Gateway and agent are
+stand-ins.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,8 @@ from workers.model.rows.prefix_rows import pack_shared
 from workers.roles import model_worker
 from workers.rollout.engine_actor import VllmEngineActor
 
-# Of each turn: the turn that it extends, or -1, and its reward. 1, 2 or 4 leaves, so that means are exact in float32.
+# Of each turn: the turn that it extends, or -1, and its reward. 1, 2 or 4 leaves, so that means are exact in
+# float32.
 TREES: list[list[tuple[int, float | None]]] = [
     [(-1, None), (0, None), (1, None)],
     [(-1, None), (0, 0.5), (0, None)],
@@ -73,7 +76,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Make a step, and return its sessions, the gradients of its update, the trained batch and the metrics."""
+    """Make a step, and return its sessions, the gradients of its update, the trained batch and
+    the metrics.
+    """
     monkeypatch.chdir(folder)
     stand_ins = StandIns(monkeypatch)
     stand_ins.compute("float64")
@@ -87,7 +92,13 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         rng, nodes = np.random.default_rng(place), list[Node]()
         for extended, reward in [*TREES[place], DROPPED]:
             parent = nodes[extended] if extended >= 0 else None
-            begun = session.ids(parent) if parent else request.prompt_ids if not nodes else np.array([3], np.int32)
+            begun = (
+                session.ids(parent)
+                if parent
+                else request.prompt_ids
+                if not nodes
+                else np.array([3], np.int32)
+            )
             prompt = np.concatenate([begun, rng.integers(3, 12, 2, np.int32)])
             with session.sampling() as number:
                 answer = response(rng.integers(3, 12, rng.integers(1, 5)).tolist())
@@ -114,9 +125,16 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setattr(VllmEngineActor, "_ask_agent", grow)
     monkeypatch.setattr(TrainingEngine, "optimizer_step", keep)
     monkeypatch.setattr(
-        step, "update_policy", lambda run, batch, *others: batches.append(batch) or trained(run, batch, *others)
+        step,
+        "update_policy",
+        lambda run, batch, *others: batches.append(batch) or trained(run, batch, *others),
     )
-    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
+    settings = [
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "data.validation=''",
+        "rollout.placement=colocated",
+    ]
     settings += [
         "policy.max_tokens_per_micro_batch=72",
         "run.steps=1",
@@ -125,7 +143,9 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         "rollout.max_model_tokens=72",
     ]
 
-    def made(*overrides: str) -> tuple[list[Session], list[dict[str, Tensor]], list[RemoteBatch], dict[str, float]]:
+    def made(
+        *overrides: str,
+    ) -> tuple[list[Session], list[dict[str, Tensor]], list[RemoteBatch], dict[str, float]]:
         outcome = stand_ins.run([*settings, *overrides]).outcome
         return [sessions[key] for key in sorted(sessions)], gradients, batches, outcome.steps[0]
 
@@ -142,8 +162,12 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         ("sequence_mean_token_sum", "never", 512),
     ],
 )
-def test_the_gradient_is_that_of_every_path_by_itself(run: Run, aggregation: str, sharing: str, cap: int) -> None:
-    """A token weighs 1 / the leaves below it in each path that holds it, with the advantage of the path's leaf."""
+def test_the_gradient_is_that_of_every_path_by_itself(
+    run: Run, aggregation: str, sharing: str, cap: int
+) -> None:
+    """A token weighs 1 / the leaves below it in each path that holds it, with the advantage of the path's
+    leaf.
+    """
     sessions, gradients, batches, metrics = run(
         "algorithm.advantage=dr_grpo",
         f"algorithm.loss.aggregation={aggregation}",
@@ -176,7 +200,9 @@ def test_the_gradient_is_that_of_every_path_by_itself(run: Run, aggregation: str
                 end = start + len(node.response.ids)
                 share = weight * advantage / below.count(node)
                 (-share * log_probs[start - 1 : end - 1].sum()).backward(retain_graph=True)
-    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     assert gradients[0].keys() == expected.keys()
     for name, gradient in expected.items():
         assert relative_error(gradients[0][name], gradient) < 1e-9, name

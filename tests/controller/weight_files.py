@@ -23,8 +23,12 @@ def write_weight_file(path: Path, shapes: Shapes) -> None:
 
 
 def qwen2_weights(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes [outputs, inputs] of a Qwen2 with this config.json, as `save_pretrained` writes them."""
-    hidden, width, heads = (description[f"{n}"] for n in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    """Names and shapes [outputs, inputs] of a Qwen2 with this config.json, as `save_pretrained`
+    writes them.
+    """
+    hidden, width, heads = (
+        description[f"{n}"] for n in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
     query, key = hidden // heads * heads, hidden // heads * description["num_key_value_heads"]
     layer = {
         "self_attn.q_proj.weight": (query, hidden),
@@ -40,9 +44,14 @@ def qwen2_weights(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
-    weights = {"model.embed_tokens.weight": (description["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    weights = {
+        "model.embed_tokens.weight": (description["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
     for number in range(description["num_hidden_layers"]):
         weights |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     judges = any("SequenceClassification" in name for name in description.get("architectures", ()))
-    output = {"score.weight": (1, hidden)} if judges else {"lm_head.weight": (description["vocab_size"], hidden)}
+    output = (
+        {"score.weight": (1, hidden)} if judges else {"lm_head.weight": (description["vocab_size"], hidden)}
+    )
     return weights | ({} if description.get("tie_word_embeddings") and not judges else output)

@@ -1,8 +1,10 @@
-"""What a run's configuration makes of a batch, without Ray and vLLM: the plan, and one step on real training ranks.
+"""What a run's configuration makes of a batch, without Ray and vLLM: the plan, and one step on real training
+ranks.
 
     overrides --load, check--> Config --Planner--> Plan --for_rank--> PolicyWorker (gloo, FSDP2) --> Result
 
-Ranks compute in float64, which no setting offers, so that differences between two ways to compute are rounding alone.
+Ranks compute in float64, which no setting offers, so that differences between two ways to compute are
+rounding alone.
 """
 
 import itertools
@@ -71,12 +73,19 @@ def light_batch(lengths: Sequence[int]) -> RemoteBatch:
     """The driver's columns of a batch; every token but the first of a sequence is of its response."""
     counts = np.asarray(lengths, dtype=np.int64)
     return RemoteBatch(
-        {"group_number": np.arange(len(counts)), "length": counts, "response_tokens": np.maximum(counts - 1, 0)}, {}
+        {
+            "group_number": np.arange(len(counts)),
+            "length": counts,
+            "response_tokens": np.maximum(counts - 1, 0),
+        },
+        {},
     )
 
 
 def plan_of(config: Config, lengths: Sequence[int], step: int = 1, of: str = "policy.update") -> Plan:
-    """The plan of an update or another pass, balanced by tokens, so that worked examples can be followed by hand."""
+    """The plan of an update or another pass, balanced by tokens, so that worked examples can be followed by
+    hand.
+    """
     batch = light_batch(lengths)
     drawn = draw_mini_batches(len(batch), config.batch.mini_batches, config.run.seed, step)
     return Planner(config, CostModel.tokens()).plan(batch, drawn, of)
@@ -110,7 +119,8 @@ def mean_of_means(predictions, config):
 
 @dataclass(frozen=True)
 class Result:
-    """log_probs: by row of the batch, float32 [L]. metrics: of the update. weights: whole, after the update, by name.
+    """log_probs: by row of the batch, float32 [L]. metrics: of the update. weights: whole, after the update,
+    by name.
     cells: by rank and micro-batch, the ids that its embedding read in the forward pass before the update.
     collectives: of rank 0 in that pass, how often each operator of torch.distributed was called."""
 

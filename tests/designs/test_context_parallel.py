@@ -37,7 +37,9 @@ def test_c1_c6_p5_losses_and_log_probs_are_those_of_one_rank(
 
 
 def test_c2_ulysses_wants_heads_that_divide_and_names_ring(ranks: RankPool, file: str, alone: Result) -> None:
-    """Four query heads on two of keys and values: ring over three ranks, Ulysses over four, not three or eight."""
+    """Four query heads on two of keys and values: ring over three ranks, Ulysses over four, not three or
+    eight.
+    """
     assert "ring" in refusal(*SMALL, *shared("ulysses", 3))
     assert "ring" in refusal(*SMALL, *shared("ulysses", 8))
     for method, size in (("ring", 3), ("ulysses", 4)):
@@ -50,8 +52,12 @@ def test_c3_ring_is_causal_only(file: str) -> None:
     configuration(file, *SMALL, *shared("ulysses"), "model.path=windowed")
 
 
-def test_c4_ulysses_goes_to_whole_sequences_of_a_share_of_the_heads_and_back(ranks: RankPool, file: str) -> None:
-    """Two layers, and in each: queries, keys and values there, outputs back. Ring sends keys and values round."""
+def test_c4_ulysses_goes_to_whole_sequences_of_a_share_of_the_heads_and_back(
+    ranks: RankPool, file: str
+) -> None:
+    """Two layers, and in each: queries, keys and values there, outputs back. Ring sends keys and values
+    round.
+    """
     exchanged = {}
     for method in METHODS:
         found = compute(ranks, file, *SMALL, *shared(method)).collectives
@@ -72,8 +78,13 @@ def test_c5_the_documentation_says_how_long_a_chunk_must_be_for_ring_to_hide_its
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_c9_latent_attention_whose_values_are_smaller_than_its_keys(ranks: RankPool, file: str, method: str) -> None:
+def test_c9_latent_attention_whose_values_are_smaller_than_its_keys(
+    ranks: RankPool, file: str, method: str
+) -> None:
     model = ("model.path=latent", *SMALL)
-    alone, both = compute(ranks, file, *model, "policy.data_parallel=1"), compute(ranks, file, *model, *shared(method))
+    alone, both = (
+        compute(ranks, file, *model, "policy.data_parallel=1"),
+        compute(ranks, file, *model, *shared(method)),
+    )
     assert both.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
     assert both.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-6)

@@ -76,7 +76,9 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
 def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
     file: str, cut: tuple[str, ...], count: int
 ) -> None:
-    """The published lengths and cap, which need 3: the widest micro-batches are split until their count divides."""
+    """The published lengths and cap, which need 3: the widest micro-batches are split until their count
+    divides.
+    """
     how = (
         "policy.data_parallel=2",
         "policy.max_tokens_per_micro_batch=12",
@@ -91,7 +93,9 @@ def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
     assert len(micro_batches(plan_of(config, [5, 5, 5]))) <= 3
 
 
-def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes(ranks: RankPool, file: str) -> None:
+def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes(
+    ranks: RankPool, file: str
+) -> None:
     """What the model read in the forward pass is padded to 16; the update is packed and padded to nothing."""
     own = (
         "model.forward_layout=padded",
@@ -100,7 +104,9 @@ def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes
     )
     overrides = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=64", *own)
     config = configuration(file, *overrides)
-    update, forward = (plan_of(config, [5] * 8, of=of).settings for of in ("policy.update", "policy.log_probs"))
+    update, forward = (
+        plan_of(config, [5] * 8, of=of).settings for of in ("policy.update", "policy.log_probs")
+    )
     assert (update.layout, update.length_multiple, update.max_tokens) == ("packed", 1, 64)
     assert (forward.layout, forward.length_multiple, forward.max_tokens) == ("padded", 16, 96)
     result, packed = compute(ranks, file, *overrides), compute(ranks, file, *SMALL, "policy.data_parallel=1")

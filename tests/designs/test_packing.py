@@ -12,7 +12,11 @@ from tests.workers.model.tiny import random_sequences, unpacked_log_probs
 from workers.batch.dataproto import DataProto
 
 PUBLISHED_LENGTHS = (2, 4, 6, 1)
-CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring", "policy.data_parallel=1")
+CP = (
+    "policy.parallel.context_parallel=2",
+    "policy.parallel.context_parallel_method=ring",
+    "policy.data_parallel=1",
+)
 P = 0  # what padding holds
 
 
@@ -42,7 +46,9 @@ def test_p1_a_kernel_that_cannot_pack_is_refused_by_name(file: str) -> None:
         (("model.length_multiple=16",), 16),
     ],
 )
-def test_p2_sequences_are_padded_to_a_multiple_of_2_cp_tp(file: str, overrides: tuple[str, ...], multiple: int) -> None:
+def test_p2_sequences_are_padded_to_a_multiple_of_2_cp_tp(
+    file: str, overrides: tuple[str, ...], multiple: int
+) -> None:
     assert configuration(file, *SMALL, *overrides).length_multiple == multiple
 
 
@@ -62,7 +68,12 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_p7_loss_gradients_and_updates_equal_the_unpacked_ones(ranks: RankPool, file: str, way: str) -> None:
     unpacked = compute(
-        ranks, file, *SMALL, "policy.data_parallel=1", "model.layout=padded", "policy.max_sequences_per_micro_batch=1"
+        ranks,
+        file,
+        *SMALL,
+        "policy.data_parallel=1",
+        "model.layout=padded",
+        "policy.max_sequences_per_micro_batch=1",
     )
     assert max(map(len, unpacked.cells[0])) <= 40
     packed = compute(ranks, file, *SMALL, *WAYS[way])
@@ -100,7 +111,9 @@ def test_p11_none_keeps_the_given_order(file: str) -> None:
         file, *SMALL, "balance.algorithm=none", "policy.max_tokens_per_micro_batch=40", "batch.mini_batches=1"
     )
     groups = [
-        rows for step in zip(*micro_batches(plan_of(config, [20, 10, 20, 30, 5, 5])), strict=True) for rows in step
+        rows
+        for step in zip(*micro_batches(plan_of(config, [20, 10, 20, 30, 5, 5])), strict=True)
+        for rows in step
     ]
     assert [row for rows in groups for row in rows] == [0, 1, 2, 3, 4, 5]
 
@@ -117,11 +130,15 @@ def test_p12_no_micro_batch_exceeds_its_cap(ranks: RankPool, file: str, layout: 
     assert len(result.cells[0]) > 2 and max(map(len, result.cells[0])) <= 44
 
 
-def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normaliser(ranks: RankPool, file: str) -> None:
+def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normaliser(
+    ranks: RankPool, file: str
+) -> None:
     """Both forms give one loss; another normaliser gives another."""
     custom = ("policy.data_parallel=1", "algorithm.loss.name=custom")
     row, by_sequence, mean_of_means = (
-        compute(ranks, file, *SMALL, *custom, f"algorithm.loss.function=designs_losses:{name}").metrics["loss"]
+        compute(ranks, file, *SMALL, *custom, f"algorithm.loss.function=designs_losses:{name}").metrics[
+            "loss"
+        ]
         for name in ("whole_row", "by_sequence", "mean_of_means")
     )
     assert by_sequence == pytest.approx(row, rel=1e-9)

@@ -43,7 +43,11 @@ def planned(config: Config, of: str = "policy.update") -> Plan:
 def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
     """In one micro-batch: 7 times 100 and 30 tokens less; a prompt of 2 tokens is too short."""
     config = configuration(
-        file, *up_to(130), "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=700", "batch.mini_batches=1"
+        file,
+        *up_to(130),
+        "policy.data_parallel=1",
+        "policy.max_tokens_per_micro_batch=700",
+        "batch.mini_batches=1",
     )
     plan = planned(config, of)
     assert plan.mini_batches[0].steps == 1
@@ -53,9 +57,15 @@ def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
 
 @pytest.mark.parametrize("of", ["policy.update", "policy.log_probs"])
 def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) -> None:
-    """Three prompts of 30 tokens with eight responses: 20 tokens of all, 20 more of every second one, a last one."""
+    """Three prompts of 30 tokens with eight responses: 20 tokens of all, 20 more of every second one, a last
+    one.
+    """
     config = configuration(
-        file, *up_to(130), "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=500", "batch.mini_batches=1"
+        file,
+        *up_to(130),
+        "policy.data_parallel=1",
+        "policy.max_tokens_per_micro_batch=500",
+        "batch.mini_batches=1",
     )
     ids = [
         np.array([group] * 30 + [7] * 20 + [8] * 20 * (sample % 2) + [100 + sample], np.int32)
@@ -85,7 +95,9 @@ def test_a_run_that_cannot_share_plans_every_prompt(file: str, overrides: tuple[
 def test_the_cap_of_ranks_that_share_a_row_holds_and_their_plan_counts_a_prompt_once(
     file: str, shared: tuple[str, ...], max_tokens: int
 ) -> None:
-    """The cap is that of the row with its padding, whether its sequences share anything or are padded one by one."""
+    """The cap is that of the row with its padding, whether its sequences share anything or are padded one by
+    one.
+    """
     common = (
         *up_to(130),
         "policy.data_parallel=1",
@@ -111,7 +123,9 @@ def sequences_of_groups(rows: np.ndarray) -> DataProto:
     ids = [torch.full((length,), 1000 + int(row) // 8) for row, length in zip(rows, lengths, strict=True)]
     for row, each in zip(rows, ids, strict=True):
         each[PROMPTS[row // 8] :] = int(row)
-    return DataProto.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
+    return DataProto.from_list(
+        [{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids]
+    )
 
 
 def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
@@ -126,7 +140,13 @@ def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
 
 def test_sharing_changes_nothing_but_the_cells_that_are_computed(ranks: RankPool, file: str) -> None:
     sequences = random_sequences(branching=True)
-    common = (*SMALL, "policy.max_tokens_per_micro_batch=200", "batch.mini_batches=1", "policy.data_parallel=1", *RING)
+    common = (
+        *SMALL,
+        "policy.max_tokens_per_micro_batch=200",
+        "batch.mini_batches=1",
+        "policy.data_parallel=1",
+        *RING,
+    )
     alone = compute(ranks, file, *common, "model.share_prefixes=never", sequences=sequences)
     shared = compute(
         ranks, file, *common, "model.share_prefixes=always", "model.min_shared_tokens=1", sequences=sequences

@@ -1,4 +1,6 @@
-"""V: token balancing, and M: remove padding, dynamic batch size and data-parallel balance; from a configuration."""
+"""V: token balancing, and M: remove padding, dynamic batch size and data-parallel balance; from a
+configuration.
+"""
 
 import json
 from collections.abc import Callable
@@ -36,7 +38,9 @@ def test_v2_m6_every_index_is_computed_once_and_indices_ascend(file: str) -> Non
     groups = [rows for step in micro_batches(plan) for rows in step]
     assert sorted(row for rows in groups for row in rows) == list(range(50))
     assert all(rows == sorted(rows) for rows in groups)
-    counts = {tuple(len(part.micro_batches) for part in plan.for_rank(rank).mini_batches) for rank in range(3)}
+    counts = {
+        tuple(len(part.micro_batches) for part in plan.for_rank(rank).mini_batches) for rank in range(3)
+    }
     assert len(counts) == 1  # the ranks agree on the split
 
 
@@ -50,7 +54,11 @@ def test_v5_the_cap_counts_for_a_context_parallel_group(file: str) -> None:
 def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(ranks: RankPool, file: str) -> None:
     for cap, steps in ((2000, 2), (1000, 3), (3000, 1)):
         config = configuration(
-            file, *up_to(max(LENGTHS)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
+            file,
+            *up_to(max(LENGTHS)),
+            "policy.data_parallel=1",
+            f"policy.max_tokens_per_micro_batch={cap}",
+            *ONE_STEP,
         )
         assert len(micro_batches(plan_of(config, LENGTHS))) == steps
     counts = ("policy.min_micro_batches=3", "balance.count_multiple=4", *ONE_STEP)
@@ -59,7 +67,11 @@ def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(ranks: Rank
     # Two stages of two parts each: the first reads every token once, in rows of different lengths.
     how = (*ONE_RANK, "policy.max_tokens_per_micro_batch=40", "model.path=deep", "model.share_prefixes=never")
     alone = compute(ranks, file, *how)
-    cut = ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "balance.order=makespan")
+    cut = (
+        "policy.parallel.pipeline_parallel=2",
+        "policy.parallel.virtual_stages=2",
+        "balance.order=makespan",
+    )
     staged = compute(ranks, file, *how, *cut)
     widths = [len(cells) for cells in staged.cells[0]]
     assert len(widths) % 2 == 0 and len(set(widths)) > 1
@@ -78,7 +90,11 @@ def test_v8_heavier_micro_batches_come_first_by_default(file: str, layout: str) 
     lengths, small_ends = [36, 30, 35, 40, 38], "balance.order=small_ends"
     how = (*ONE_RANK, "policy.max_tokens_per_micro_batch=40", f"model.layout={layout}")
     ordered, both_ends = (
-        [lengths[row] for step in micro_batches(plan_of(configuration(file, *how, *order), lengths)) for row in step[0]]
+        [
+            lengths[row]
+            for step in micro_batches(plan_of(configuration(file, *how, *order), lengths))
+            for row in step[0]
+        ]
         for order in ((), (small_ends,))
     )
     assert ordered == [40, 38, 36, 35, 30]
@@ -90,7 +106,9 @@ def test_v8_heavier_micro_batches_come_first_by_default(file: str, layout: str) 
 @pytest.mark.parametrize(
     ("lengths", "cap"), [(LENGTHS, 2000), ([512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640], 4096)]
 )
-def test_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, lengths: list[int], cap: int) -> None:
+def test_m5_the_worked_examples_end_in_two_equal_micro_batches(
+    file: str, lengths: list[int], cap: int
+) -> None:
     how = (*ONE_RANK, *up_to(max(lengths)), f"policy.max_tokens_per_micro_batch={cap}")
     config = configuration(file, *how)
     steps = micro_batches(plan_of(config, lengths))
@@ -108,18 +126,25 @@ def test_v7_only_real_lengths_count(file: str) -> None:
 def test_v10_micro_steps_are_balanced_over_all_ranks_at_once(file: str) -> None:
     ours, rank_by_rank = (
         plan_of(
-            configuration(file, *SMALL, "policy.data_parallel=4", "policy.max_tokens_per_micro_batch=64", *how),
+            configuration(
+                file, *SMALL, "policy.data_parallel=4", "policy.max_tokens_per_micro_batch=64", *how
+            ),
             long_tailed(200),
         )
         for how in ((), ("balance.algorithm=verl",))
     )
-    assert plan_statistics(ours)["imbalance/micro_steps"] < plan_statistics(rank_by_rank)["imbalance/micro_steps"] / 2
+    assert (
+        plan_statistics(ours)["imbalance/micro_steps"]
+        < plan_statistics(rank_by_rank)["imbalance/micro_steps"] / 2
+    )
 
 
 def test_v9_m1_results_come_back_in_the_given_order(ranks: RankPool, file: str) -> None:
     """However the batch is cut: caps that give one micro-batch, and one for nearly every sequence."""
     whole = compute(ranks, file, *SMALL, "policy.data_parallel=1", *ONE_STEP)
-    cut = compute(ranks, file, *SMALL, "policy.data_parallel=2", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
+    cut = compute(
+        ranks, file, *SMALL, "policy.data_parallel=2", "policy.max_tokens_per_micro_batch=40", *ONE_STEP
+    )
     assert len(whole.cells[0]) == 1 < len(cut.cells[0])
     for row, log_probs in whole.log_probs.items():
         np.testing.assert_allclose(cut.log_probs[row], log_probs, atol=1e-6)
@@ -131,7 +156,9 @@ def test_m2_a_sample_longer_than_the_cap_is_refused_by_its_place_length_and_cap(
         plan_of(config, [7, 40, 41, 3])
     for cap in ("policy.max_tokens", "policy.forward_max_tokens", "reference.forward_max_tokens"):
         name = f"{cap}_per_micro_batch"
-        with pytest.raises(ConfigError, match=f"{name}=39"):  # before the run, a cap that a sample could break
+        with pytest.raises(
+            ConfigError, match=f"{name}=39"
+        ):  # before the run, a cap that a sample could break
             configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", f"{name}=39")
 
 
@@ -155,14 +182,19 @@ def test_m7_the_cap_s_advice_stands_beside_the_setting(capsys: pytest.CaptureFix
 
 def test_m10_a_step_of_ppo_is_in_order(run: Run, calls: Calls) -> None:
     run(
-        "algorithm.advantage=gae", "algorithm.gae.whiten=false", "algorithm.kl_in_reward.coefficient=0.1", "run.steps=1"
+        "algorithm.advantage=gae",
+        "algorithm.gae.whiten=false",
+        "algorithm.kl_in_reward.coefficient=0.1",
+        "run.steps=1",
     )
     wanted = ("policy.log_probs", "reference.log_probs", "critic.advantages", "critic.forward_backward")
     wanted += ("policy.forward_backward",)
     assert [method for method, _ in calls if method in wanted] == list(wanted)
 
 
-def test_v1_the_plan_is_made_on_the_driver_after_generation_and_before_log_probs(run: Run, calls: Calls) -> None:
+def test_v1_the_plan_is_made_on_the_driver_after_generation_and_before_log_probs(
+    run: Run, calls: Calls
+) -> None:
     run("batch.mini_batches=2", "run.steps=1")
     methods = [method for method, _ in calls]
     (passed,) = [plan for method, plan in calls if method == "policy.log_probs"]
@@ -187,7 +219,9 @@ def test_v4_advantages_go_by_uid_whatever_the_order(file: str) -> None:
 
 
 def test_m8_mindspeed_s_deal_is_longest_first_into_the_lightest_rank(file: str) -> None:
-    config = configuration(file, *SMALL, "policy.data_parallel=2", "balance.algorithm=mindspeed_rl", *ONE_STEP)
+    config = configuration(
+        file, *SMALL, "policy.data_parallel=2", "balance.algorithm=mindspeed_rl", *ONE_STEP
+    )
     assert micro_batches(plan_of(config, [10, 4, 3, 3])) == [[[0], [1, 2, 3]]]
 
 

@@ -1,4 +1,5 @@
-"""The fenced blocks of README.md, CONTRIBUTING.md, docs/ and the examples, and which of them are marked as not run.
+"""The fenced blocks of README.md, CONTRIBUTING.md, docs/ and the examples, and which of them are marked as
+not run.
 
     ```bash    commands, a line each     ```yaml  settings     ```python  code or a session     other: not checked
 
@@ -13,9 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/*/README.md"),
+    ]
 )
-FENCED = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
+FENCED = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
+)
 
 
 @dataclass(frozen=True)

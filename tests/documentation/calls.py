@@ -1,4 +1,6 @@
-"""The calls of `ballast` that the pages make: all is done up to the start, and what would come out is made up."""
+"""The calls of `ballast` that the pages make: all is done up to the start, and what would come out is made
+up.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,17 +42,23 @@ def tried(
     return start
 
 
-def sampled(schema: type[SamplerConfig], finish: object, request: JobRequest) -> tuple[Any, Callable[[], object]]:
+def sampled(
+    schema: type[SamplerConfig], finish: object, request: JobRequest
+) -> tuple[Any, Callable[[], object]]:
     """In place of `controller.sampling.sampling_run.prepare_job`."""
     del finish
     described(schema, request)
-    return SimpleNamespace(run_folder=Path()), lambda: Path("samples.jsonl").write_text('{"response_tokens": 3}\n')
+    return SimpleNamespace(run_folder=Path()), lambda: Path("samples.jsonl").write_text(
+        '{"response_tokens": 3}\n'
+    )
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put these in their places."""
     monkeypatch.setattr("controller.fit.prepare", tried)
-    monkeypatch.setattr("ballast.training.Result.read", lambda folder: ballast.Result(folder, SUMMARY, [METRICS]))
+    monkeypatch.setattr(
+        "ballast.training.Result.read", lambda folder: ballast.Result(folder, SUMMARY, [METRICS])
+    )
     monkeypatch.setattr("ballast.sampling.prepare_job", sampled)
     found = ballast.Evaluation(Path(), {"pass@8": 0.5}, {"pass@8": Interval(0.4, 0.6, "wilson")}, {})
     monkeypatch.setattr("ballast.sampling.Evaluation.read", lambda folder: found)

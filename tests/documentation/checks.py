@@ -1,4 +1,6 @@
-"""What is checked of a command, by its first word: dry-run where it is ours, its options where it is another's."""
+"""What is checked of a command, by its first word: dry-run where it is ours, its options where it is
+another's.
+"""
 
 import importlib.util
 import re

@@ -28,7 +28,9 @@ def top_of(shown: Browser, heading: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="folder of a run with validation, such as runs/addition")
     report = write_report(parser.parse_args().folder)
     with tempfile.TemporaryDirectory() as profile, browser(Path(profile) / "new") as shown:

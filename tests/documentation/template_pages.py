@@ -1,4 +1,6 @@
-"""Pages of `ballast template` in docs/conversations.md. `python -m tests.documentation.template_pages` writes them."""
+"""Pages of `ballast template` in docs/conversations.md. `python -m tests.documentation.template_pages` writes
+them.
+"""
 
 import re
 from importlib.util import find_spec

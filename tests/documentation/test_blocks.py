@@ -20,11 +20,15 @@ from workers.user_code.rewards import MESSAGES
 
 @pytest.mark.drawn(20)
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
-def test_commands_run(documentation_workspace: Path, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    documentation_workspace: Path, block: Block, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in commands(block.body):
         if block.why and words[0] != "ray":
             continue
-        assert words[0] in CHECKS, f"{block.name}: nothing checks {words[0]!r}; say `<!-- not run: why -->` before it"
+        assert words[0] in CHECKS, (
+            f"{block.name}: nothing checks {words[0]!r}; say `<!-- not run: why -->` before it"
+        )
         CHECKS[words[0]](words)
 
 

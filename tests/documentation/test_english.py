@@ -1,4 +1,6 @@
-"""Plain English, as far as patterns see it: sentences of at most 40 words, and `is not a` instead of `is no`."""
+"""Plain English, as far as patterns see it: sentences of at most 40 words, and `is not a` instead
+of `is no`.
+"""
 
 import ast
 import re
@@ -50,7 +52,9 @@ def test_docstrings_and_messages_are_in_plain_english(package: str) -> None:
     assert {path: listed for path, listed in messages.items() if listed} == {}
 
 
-@pytest.mark.parametrize(("text", "wrong"), [("x is no owner/name", 1), ("there is no file", 0), ("word " * 41, 1)])
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("x is no owner/name", 1), ("there is no file", 0), ("word " * 41, 1)]
+)
 def test_the_patterns_see_what_they_are_for(text: str, wrong: int) -> None:
     assert len(faults(text)) == wrong
 
@@ -59,7 +63,9 @@ def test_the_patterns_see_what_they_are_for(text: str, wrong: int) -> None:
     ("subject", "refused"), [("x" * 72, False), ("x" * 73, True), ("Add a thing; mend another", True)]
 )
 def test_the_hook_refuses_long_subjects_and_two_subjects_in_one(subject: str, refused: bool) -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
+        "hooks"
+    ]
     (hook,) = [hook for hook in hooks if hook["id"] == "commit-subject"]
     message = f"{subject}\n\n{'a long line of the body; ' * 9}\n".encode()
     assert bool(re.search(hook["entry"].encode(), message, re.MULTILINE | re.DOTALL)) == refused

@@ -30,7 +30,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     fetched = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?://[^"]+)"', page)
-    assert [address for address in fetched if "canonical" not in address] == [], "a reader would need the network"
+    assert [address for address in fetched if "canonical" not in address] == [], (
+        "a reader would need the network"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -45,7 +47,11 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
     sections = "|".join(dict.fromkeys(key.partition(".")[0] for key in KEYS))
     named = re.findall(rf"`((?:{sections})\.[a-z_0-9.]*\w)", page.read_text(encoding="utf-8"))
     if page.name == "migration.md":  # the left column has other systems' names
-        rows = (line.split(" | ")[-1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
+        rows = (
+            line.split(" | ")[-1]
+            for line in page.read_text(encoding="utf-8").splitlines()
+            if line.startswith("|")
+        )
         named = [name for row in rows for name in re.findall(rf"`((?:{sections})\.[a-z_0-9.]*\w)", row)]
     unknown = [name for name in named if not any(key == name or key.startswith(f"{name}.") for key in KEYS)]
     assert [name for name in unknown if not is_no_setting(name)] == []
@@ -59,7 +65,11 @@ def is_no_setting(name: str) -> bool:
 def messages() -> list[str]:
     """Every text in the program, with `...` for what is filled in."""
     texts = []
-    for path in [*ROOT.glob("controller/**/*.py"), *ROOT.glob("workers/**/*.py"), *ROOT.glob("balancing/**/*.py")]:
+    for path in [
+        *ROOT.glob("controller/**/*.py"),
+        *ROOT.glob("workers/**/*.py"),
+        *ROOT.glob("balancing/**/*.py"),
+    ]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)

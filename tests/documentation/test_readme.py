@@ -1,4 +1,6 @@
-"""Every command of README.md, in a block or in a sentence, is run by a test that is named here, or says why not."""
+"""Every command of README.md, in a block or in a sentence, is run by a test that is named here, or says why
+not.
+"""
 
 import ast
 import re
@@ -54,7 +56,9 @@ RUN = {
     f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": ["python -m ballast doctor --config mine.yaml"],
 }
 NOT_RUN = {
-    "git clone URL ballast": "whoever reads it has an address; tests/end_to_end/checkout.py clones this repository",
+    "git clone URL ballast": (
+        "whoever reads it has an address; tests/end_to_end/checkout.py clones this repository"
+    ),
     "cd ballast": "likewise",
     "pip install torch==2.13.0": "a CUDA build of gigabytes; requirements/gpu.txt pins what it brings",
     "pip install -e .[vllm,datasets]": "likewise; that there are such extras is shown below",
@@ -72,7 +76,9 @@ NOT_RUN = {
 
 def commands_of_the_readme() -> set[str]:
     """Each as its words, with one space between them."""
-    found = [words for block in blocks_of(README) if block.language == "bash" for words in commands(block.body)]
+    found = [
+        words for block in blocks_of(README) if block.language == "bash" for words in commands(block.body)
+    ]
     for span in re.findall(r"`([^`]+)`", FENCED.sub("", README.read_text(encoding="utf-8"))):
         line = " ".join(span.split())
         found += commands(line) if line.startswith(PROGRAMS) else []
@@ -92,13 +98,17 @@ def source_of(name: str) -> str:
     file, _, function = name.partition("::")
     text = (ROOT / file).read_text(encoding="utf-8")
     (found,) = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == function
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name == function
     ]
     return ast.get_source_segment(text, found) or ""
 
 
 def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
-    assert commands_of_the_readme() == {command for listed in RUN.values() for command in listed} | set(NOT_RUN)
+    assert commands_of_the_readme() == {command for listed in RUN.values() for command in listed} | set(
+        NOT_RUN
+    )
 
 
 @pytest.mark.parametrize("test", RUN)

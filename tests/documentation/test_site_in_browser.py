@@ -27,7 +27,9 @@ CUT = """[...document.querySelectorAll(
 """Blocks to copy that go on behind the right edge."""
 HIDDEN = """[...document.querySelectorAll('main pre > code, main .keys .md-typeset__scrollwrap')]
   .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.textContent.slice(0, 80))"""
-"""All blocks, and tables of settings and metrics, of which some is behind the right edge of a box that scrolls."""
+"""All blocks, and tables of settings and metrics, of which some is behind the right edge of a box that
+scrolls.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,8 @@ def test_search_finds_pages_without_a_server(site: Path, reader: Browser) -> Non
     found: list[str] = []
     end = time.monotonic() + START_S
     while not found and time.monotonic() < end:
-        found = reader.value("[...document.querySelectorAll('a.md-search-result__link')].map(link => link.href)")
+        found = reader.value(
+            "[...document.querySelectorAll('a.md-search-result__link')].map(link => link.href)"
+        )
     assert any(link.startswith((site / "balancing.html").as_uri()) for link in found)
     assert reader.value("[...document.scripts].filter(script => script.src.startsWith('http')).length") == 0

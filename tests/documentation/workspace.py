@@ -32,11 +32,15 @@ GIVEN = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}
 
 
 def write_documentation_workspace(folder: Path) -> None:
-    """The repository's examples and recipes, small models, data, `mine.yaml`, and the quickstart's own files."""
+    """The repository's examples and recipes, small models, data, `mine.yaml`, and the
+    quickstart's own files.
+    """
     write_workspace(folder)
     (folder / "train.jsonl").write_text(json.dumps(RECORD) + "\n")
     write_hub(folder / "hub")
-    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__"))
+    shutil.copytree(
+        ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__")
+    )
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "configs" / "grpo.yaml", folder / "mine.yaml")
     for model in (
@@ -82,10 +86,14 @@ def _write_gsm8k(folder: Path) -> None:
 
 def _write_lengths(folder: Path) -> None:
     lengths = [100 + 37 * (number % 11) for number in range(64)]
-    (folder / "lengths.jsonl").write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
+    (folder / "lengths.jsonl").write_text(
+        "".join(json.dumps({"length": length}) + "\n" for length in lengths)
+    )
     for name in ("addition", "NAME"):
         (folder / "runs" / name).mkdir(parents=True)
-        (folder / "runs" / name / "lengths.jsonl").write_text(json.dumps({"step": 1, "lengths": lengths}) + "\n")
+        (folder / "runs" / name / "lengths.jsonl").write_text(
+            json.dumps({"step": 1, "lengths": lengths}) + "\n"
+        )
 
 
 def _write_quickstart(folder: Path) -> None:

@@ -1,6 +1,8 @@
-"""`tinker_cookbook.recipes.math_rl.train` as it is, with the quickstart's model: URL MODEL FOLDER [NAME=NUMBER ...].
+"""`tinker_cookbook.recipes.math_rl.train` as it is, with the quickstart's model: URL MODEL FOLDER
+[NAME=NUMBER ...].
 
-The model writes numbers ones first, with its working. A renderer asks the recipe's questions so, and reads answers.
+The model writes numbers ones first, with its working. A renderer asks the recipe's questions so, and reads
+answers.
 """
 
 import asyncio
@@ -29,7 +31,9 @@ class OnesFirst(renderers.Renderer):
     def get_stop_sequences(self) -> list[int]:
         return [self.tokenizer.eos_token_id]
 
-    def build_generation_prompt(self, messages: Any, role: str = "assistant", prefill: str | None = None) -> Any:
+    def build_generation_prompt(
+        self, messages: Any, role: str = "assistant", prefill: str | None = None
+    ) -> Any:
         a, b = re.findall(r"\d+", messages[-1]["content"])
         width = max(len(a), len(b))
         text = "+".join(ones_first(number).ljust(width, "0") for number in (a, b)) + "="
@@ -43,7 +47,9 @@ class OnesFirst(renderers.Renderer):
 
 
 def main(url: str, model: str, folder: str, *settings: str) -> None:
-    renderers.register_renderer("ballast/ones_first", lambda tokenizer, image_processor=None: OnesFirst(tokenizer))
+    renderers.register_renderer(
+        "ballast/ones_first", lambda tokenizer, image_processor=None: OnesFirst(tokenizer)
+    )
     usual = CLIConfig(
         model_name=model,
         renderer_name="ballast/ones_first",

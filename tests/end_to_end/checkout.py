@@ -2,8 +2,9 @@
 
     git clone --> folder --`make setup`--> .venv/ --activated--> run("python -m controller.fit ...") --> what is said
 
-`make setup` installs every package anew with BALLAST_INSTALL=1. Otherwise the environment that the tests run in lends
-its packages, so that pip finds all of them: the clone's own .venv then holds Ballast, and the packages' commands.
+`make setup` installs every package anew with BALLAST_INSTALL=1. Otherwise the environment that the tests run
+in lends its packages, so that pip finds all of them: the clone's own .venv then holds Ballast, and the
+packages' commands.
 """
 
 import os
@@ -45,7 +46,10 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         kept = {name: value for name, value in marked_environment().items() if name not in OF_THIS_SESSION}
-        self.environment = kept | {"PYTHON": str(getattr(sys, "_base_executable", sys.executable)), "NO_COLOR": "1"}
+        self.environment = kept | {
+            "PYTHON": str(getattr(sys, "_base_executable", sys.executable)),
+            "NO_COLOR": "1",
+        }
         # The clone's commands, once it is activated, and the machine's; not those of the tests' environment.
         binaries = str(Path(sys.executable).parent)
         self.environment["PATH"] = ":".join(p for p in self.environment["PATH"].split(":") if p != binaries)
@@ -70,7 +74,9 @@ class Checkout:
 
     def start(self, line: str) -> "subprocess.Popen[str]":
         """Begin a line of bash with the environment activated, if there is one, in a session of its own."""
-        activated = "source .venv/bin/activate; " if (self.folder / ".venv" / "bin" / "activate").exists() else ""
+        activated = (
+            "source .venv/bin/activate; " if (self.folder / ".venv" / "bin" / "activate").exists() else ""
+        )
         return begin(["bash", "-c", activated + line], self.environment, self.folder)
 
     def run(self, line: str, *, code: int = 0, seconds: float = 600.0) -> Said:

@@ -29,7 +29,9 @@ def free_port() -> int:
 
 
 class Agents:
-    """answers: texts, by session, since it was last given out. rewards: by session. asked: how often each was."""
+    """answers: texts, by session, since it was last given out. rewards: by session. asked: how often each
+    was.
+    """
 
     def __init__(self, port: int, *, threads: int = 6, turns: int = 3, pause_s: float = 0.1) -> None:
         self.url, self.turns, self.pause_s = f"http://127.0.0.1:{port}", turns, pause_s
@@ -90,10 +92,23 @@ def agent_settings(folder: Path, name: str) -> list[str]:
     records = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n} for n in range(64)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     return [
-        *(f"run.dir={folder / 'runs'}", f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"),
-        *(f"run.name={name}", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
+        *(
+            f"run.dir={folder / 'runs'}",
+            f"model.path={folder / 'model'}",
+            f"data.train={folder / 'train.jsonl'}",
+        ),
+        *(
+            f"run.name={name}",
+            "batch.prompts_per_step=4",
+            "rollout.samples_per_prompt=3",
+            "data.shuffle=false",
+        ),
         *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=8"),
-        *("data.max_prompt_tokens=128", "rollout.max_episode_tokens=768", "policy.max_tokens_per_micro_batch=2048"),
+        *(
+            "data.max_prompt_tokens=128",
+            "rollout.max_episode_tokens=768",
+            "policy.max_tokens_per_micro_batch=2048",
+        ),
         *("policy.optimizer.learning_rate=1e-6", "run.record_samples=true", "tracking.tensorboard=false"),
         *("rollout.threads=1", "resources.dashboard=false"),
     ]
@@ -123,9 +138,13 @@ def unaccounted(config: Config, agents: Agents, steps: int, *, cut: bool = False
             if said != told and not (cut and set(said) <= set(told)):
                 wrong.append(f"{name} trains {said}, and its agent was told {told}.")
             if score.failure or score.reward != agents.rewards.get(name):
-                wrong.append(f"{name} has {score.reward} ({score.failure}), its agent gave {agents.rewards.get(name)}.")
+                wrong.append(
+                    f"{name} has {score.reward} ({score.failure}), its agent gave {agents.rewards.get(name)}."
+                )
             trained[name] = sum(node["tokens"] for node in kept)
         masks = [block.row(row)["loss_mask"] for block, _, row in rollout.rows.tokens["loss_mask"]]
         if sum(int(mask.sum()) for mask in masks) != sum(trained[name] for name in names):
             wrong.append(f"step {step} trains other tokens than its sessions have.")
-    return wrong + [f"{name} is played and not trained." for name in sorted({*agents.rewards} - {*trained}) if not cut]
+    return wrong + [
+        f"{name} is played and not trained." for name in sorted({*agents.rewards} - {*trained}) if not cut
+    ]

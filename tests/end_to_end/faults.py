@@ -26,7 +26,9 @@ CLOSE = ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm")
 
 @dataclass
 class RunWithFaults:
-    """`outcome`: of the attempt that came to the end. said: what the run said. failures: checkpoints that failed."""
+    """`outcome`: of the attempt that came to the end. said: what the run said. failures: checkpoints that
+    failed.
+    """
 
     config: Config
     outcome: Outcome
@@ -105,7 +107,8 @@ def kill_engine(run: Run) -> None:
 def hang_engine(run: Run) -> None:
     """The processes of engine 0, which must have some, stop to answer as it begins to generate.
 
-    Later its actor, which lives, would give a snapshot of what it had, and the other engine would draw the rest anew.
+    Later its actor, which lives, would give a snapshot of what it had, and the other engine would draw the
+    rest anew.
     """
     send(signal.SIGSTOP, below_the_actor(run))
 
@@ -128,6 +131,8 @@ def differences(run: RunWithFaults, undisturbed: RunWithFaults) -> list[str]:
     for number, (step, usual) in enumerate(zip(run.outcome.steps, steps, strict=True), first):
         found += [f"{number} {n}: {step[n]} != {usual[n]}" for n in SAME if step[n] != usual[n]]
         found += [
-            f"{number} {n}: {step[n]} != {usual[n]}" for n in CLOSE if n in usual and abs(step[n] - usual[n]) > 1e-5
+            f"{number} {n}: {step[n]} != {usual[n]}"
+            for n in CLOSE
+            if n in usual and abs(step[n] - usual[n]) > 1e-5
         ]
     return found

@@ -19,7 +19,8 @@ MARK = "BALLAST_TEST_RUN"
 
 
 def marked_environment() -> dict[str, str]:
-    """This environment with a mark that every process started from it inherits, and without a cluster of ours.
+    """This environment with a mark that every process started from it inherits, and without a cluster of
+    ours.
 
     Ray's workers get the priority of other processes, as in tests/conftest.py.
     """
@@ -47,7 +48,9 @@ def listening(pid: int) -> list[tuple[str, str]]:
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         with suppress(psutil.Error):
             sockets = process.net_connections(kind="tcp")
-            found += [(process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN]
+            found += [
+                (process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN
+            ]
     return found
 
 
@@ -98,9 +101,11 @@ def settings_file(workspace: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a command ended: its exit code, its output, and the processes of its mark that still ran a minute later.
+    """How a command ended: its exit code, its output, and the processes of its mark that still ran a minute
+    later.
 
-    said: the lines of its output up to the one that it was stopped at. listening: on what it did then, see `listening`.
+    said: the lines of its output up to the one that it was stopped at. listening: on what it did then, see
+    `listening`.
     """
 
     code: int
@@ -141,11 +146,16 @@ def ports(shift: int) -> list[str]:
 
 
 class Cluster:
-    """A Ray of `ray start --head`, with token authentication as it is by default, and further nodes on this machine."""
+    """A Ray of `ray start --head`, with token authentication as it is by default, and further nodes on this
+    machine.
+    """
 
     def __init__(self, shift: int, cpus: int, *options: str, **environment: str) -> None:
         """shift: see `ports`. environment: set where Ray starts its workers."""
-        self.environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+        self.environment = marked_environment() | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": uuid.uuid4().hex,
+        }
         self.environment |= environment
         self._head = f"127.0.0.1:{26379 + shift}"
         self._ray("--head", f"--num-cpus={cpus}", *ports(shift), *options)

@@ -28,7 +28,8 @@ class Prometheus:
         self._moment: dict[str, float] = {}
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples that the expression gives now, or of the moment: `metric` has the labels, `value` time and value.
+        """The samples that the expression gives now, or of the moment: `metric` has the labels, `value` time
+        and value.
 
         Raises urllib.error.HTTPError for an expression that is none.
         """
@@ -50,7 +51,9 @@ class Prometheus:
                 if found := self.query(expression):
                     return found
             except urllib.error.URLError as error:
-                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500  # else it is not up yet
+                refused = (
+                    isinstance(error, urllib.error.HTTPError) and error.code < 500
+                )  # else it is not up yet
                 if refused or time.monotonic() + 0.5 > deadline:
                     raise
             time.sleep(0.5)
@@ -69,13 +72,22 @@ def scraping_ray(folder: Path) -> Iterator[Prometheus | None]:
     (node,) = ray.nodes()
     config = folder / "prometheus.yml"
     config.write_text(
-        CONFIG.format(seconds=SCRAPE_SECONDS, target=f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}")
+        CONFIG.format(
+            seconds=SCRAPE_SECONDS, target=f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        )
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    options = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
-    with (folder / "log").open("w") as log, subprocess.Popen([binary, *options], stdout=log, stderr=log) as server:
+    options = [
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen([binary, *options], stdout=log, stderr=log) as server,
+    ):
         try:
             yield Prometheus(f"http://{address}")
         finally:

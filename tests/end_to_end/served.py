@@ -16,14 +16,23 @@ START_SECONDS = 300
 
 
 class Served:
-    """A server, which `kill` ends at once with its workers, and `start` starts again. It ends with its block."""
+    """A server, which `kill` ends at once with its workers, and `start` starts again. It ends
+    with its block.
+    """
 
     def __init__(self, overrides: Sequence[str], folder: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self._port}", folder / "server.log"
-        self._command = [sys.executable, "-m", "ballast.serve.__main__", "--port", str(self._port), *overrides]
+        self._command = [
+            sys.executable,
+            "-m",
+            "ballast.serve.__main__",
+            "--port",
+            str(self._port),
+            *overrides,
+        ]
         self.start()
 
     def __enter__(self) -> "Served":

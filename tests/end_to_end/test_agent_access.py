@@ -70,11 +70,16 @@ def test_an_agent_reaches_its_own_session_alone_and_no_key_is_written(
     agent: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "spy.py").write_text(SPY.replace("__FOLDER__", repr(str(tmp_path))))
-    settings = OmegaConf.from_dotlist([setting for setting in agent if not setting.startswith("rollout.agent=")])
+    settings = OmegaConf.from_dotlist(
+        [setting for setting in agent if not setting.startswith("rollout.agent=")]
+    )
     OmegaConf.save(settings, tmp_path / "config.yaml")
     output = tmp_path / "samples"
     given = ["--config", str(tmp_path / "config.yaml"), f"--output={output}", "--prompts=2"]
-    assert generate.main([*given, f"rollout.agent={tmp_path / 'spy.py'}:run", "rollout.samples_per_prompt=1"]) == 0
+    assert (
+        generate.main([*given, f"rollout.agent={tmp_path / 'spy.py'}:run", "rollout.samples_per_prompt=1"])
+        == 0
+    )
     refused = dict.fromkeys(("wrong key", "no key", "other session"), 401) | dict.fromkeys(
         ("other route", "metrics"), 404
     )

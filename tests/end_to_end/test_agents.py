@@ -1,4 +1,6 @@
-"""A run whose samples are sessions of an agent: a plain loop of OpenAI's client, in a file that knows nothing of us."""
+"""A run whose samples are sessions of an agent: a plain loop of OpenAI's client, in a file that knows nothing
+of us.
+"""
 
 import json
 from pathlib import Path
@@ -74,10 +76,18 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     records = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n} for n in range(64)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     return [
-        *(f"run.dir={folder / 'runs'}", f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"),
+        *(
+            f"run.dir={folder / 'runs'}",
+            f"model.path={folder / 'model'}",
+            f"data.train={folder / 'train.jsonl'}",
+        ),
         *("run.steps=2", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
         *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=3"),
-        *("data.max_prompt_tokens=128", "rollout.max_episode_tokens=512", "policy.max_tokens_per_micro_batch=1280"),
+        *(
+            "data.max_prompt_tokens=128",
+            "rollout.max_episode_tokens=512",
+            "policy.max_tokens_per_micro_batch=1280",
+        ),
         *(f"rollout.agent={folder / 'agent.py'}:run", "policy.optimizer.learning_rate=1e-5"),
     ]
 
@@ -92,7 +102,10 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
         assert step["rollout/rows_per_sample"] == 1 + 2 * 3 / 12
         assert step["rollout/turns_mean"] > 1 and step["reward/calls"] > 0
         assert step["session/branches"] == step["rollout/rows_per_sample"]
-        assert step["session/sampled_tokens"] == step["rollout/response_tokens_mean"] and step["session/agent_s"] > 0
+        assert (
+            step["session/sampled_tokens"] == step["rollout/response_tokens_mean"]
+            and step["session/agent_s"] > 0
+        )
     scores = list(run.rollout.by_sample.values())
     failed = [int(score.failure.startswith("agent: ")) for score in scores]
     assert 0 < sum(failed) < len(failed) and not any(score.reward for score in scores if score.failure)
@@ -106,7 +119,9 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
     recorded = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
     assert all("advantage" in row for row in recorded), "no response has a reward of its own"
     assert show([folder, "--step", "2"]) == 0
-    (forked, *_) = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[2] == "3"]
+    (forked, *_) = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[2] == "3"
+    ]
     assert show([folder, "--step", "2", "--session", forked]) == 0
     shown = capsys.readouterr().out
     assert shown.count("branch from the start") == 2 and shown.count("What is 5 + 3?") == 3
@@ -115,9 +130,13 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
 
 
 def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str], tmp_path: Path) -> None:
-    """The record's prompt is a file of its own that a shell reads; the reward is the last line that it prints."""
+    """The record's prompt is a file of its own that a shell reads; the reward is the last line that it
+    prints.
+    """
     (tmp_path / "agent.sh").write_text(COMMAND)
-    settings = OmegaConf.from_dotlist([setting for setting in agent if not setting.startswith("rollout.agent=")])
+    settings = OmegaConf.from_dotlist(
+        [setting for setting in agent if not setting.startswith("rollout.agent=")]
+    )
     settings.data.validation, settings.validation = settings.data.train, {"prompts": 4}
     OmegaConf.save(settings, tmp_path / "config.yaml")
     given = ["--config", str(tmp_path / "config.yaml"), f"rollout.agent_command=sh {tmp_path / 'agent.sh'}"]
@@ -137,7 +156,11 @@ def test_remax_compares_with_a_greedy_session_of_the_same_agent(agent: list[str]
     """All prompts are alike, and so are their greedy sessions, which come after the samples."""
     (tmp_path / "agent.py").write_text(f"FILE = {str(tmp_path / 'rewards')!r}\n{COUNTING}")
     (tmp_path / "train.jsonl").write_text(8 * '{"prompt": [{"role": "user", "content": "Count."}]}\n')
-    settings = [*agent, f"data.train={tmp_path / 'train.jsonl'}", f"rollout.agent={tmp_path / 'agent.py'}:run"]
+    settings = [
+        *agent,
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"rollout.agent={tmp_path / 'agent.py'}:run",
+    ]
     run = run_loop([*settings, "run.name=remax", "run.steps=1", "algorithm.advantage=remax"])
     (step,) = run.outcome.steps
     rewards = [float(line) for line in (tmp_path / "rewards").read_text().splitlines()]

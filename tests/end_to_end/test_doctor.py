@@ -29,7 +29,9 @@ def doctor(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str
     return begin([sys.executable, "-m", "ballast.doctor", *arguments], environment)
 
 
-def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(settings: list[str], workspace: Path) -> None:
+def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(
+    settings: list[str], workspace: Path
+) -> None:
     """In a folder that is not there yet."""
     environment, folder = marked_environment(), workspace / "not" / "yet"
     run = doctor(environment, *settings_file(workspace), *settings, f"run.dir={folder}", "run.name=examined")

@@ -1,4 +1,6 @@
-"""What dies in a run costs time and nothing else: every sample comes once, and every step is the undisturbed run's."""
+"""What dies in a run costs time and nothing else: every sample comes once, and every step is the undisturbed
+run's.
+"""
 
 import json
 
@@ -52,7 +54,9 @@ def test_an_engine_killed_or_hung_below_its_actor_costs_no_sample_and_leaves_no_
     check_an_engine_with_a_fault(what, undisturbed_apart, settings, *OF_PROCESSES)
 
 
-def check_an_engine_with_a_fault(what: Fault, undisturbed: RunWithFaults, settings: list[str], *more: str) -> None:
+def check_an_engine_with_a_fault(
+    what: Fault, undisturbed: RunWithFaults, settings: list[str], *more: str
+) -> None:
     pids: list[int] = []
 
     def fail_and_note(run) -> None:
@@ -84,7 +88,9 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def usual(ray_session, settings: list[str]) -> dict[str, RunWithFaults]:
-    return {name: run_with(overrides(settings, f"usual-{name}", *more), {}) for name, more in SETTINGS.items()}
+    return {
+        name: run_with(overrides(settings, f"usual-{name}", *more), {}) for name, more in SETTINGS.items()
+    }
 
 
 @pytest.mark.parametrize(

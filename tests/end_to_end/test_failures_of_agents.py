@@ -1,4 +1,6 @@
-"""Engines and the driver die under runs with agents: every session is trained once, with the tokens that it had."""
+"""Engines and the driver die under runs with agents: every session is trained once, with the tokens that it
+had.
+"""
 
 import json
 import signal
@@ -86,7 +88,9 @@ def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(tmp_path: Path, elsewhere: bool) -> None:
+def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(
+    tmp_path: Path, elsewhere: bool
+) -> None:
     """Killed after step 3, it resumes from the checkpoint of step 2, with sessions that were under way."""
     port, environment = free_port(), marked_environment() | {GATEWAY_KEY: KEY}
     settings = agent_settings(tmp_path, "ahead") if elsewhere else local(tmp_path, "ahead", pause_s=2.0)
@@ -116,7 +120,9 @@ def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(tmp_
     for seed, session in sessions.items():
         if f"{seed:016x}" in later:
             kept = [node["said"]["content"] for node in later[f"{seed:016x}"] if node["kept"]]
-            assert [node.said["content"] for node in session.nodes if node.received] == kept[: len(session.nodes)]
+            assert [node.said["content"] for node in session.nodes if node.received] == kept[
+                : len(session.nodes)
+            ]
     if not elsewhere:
         found = sum(node["replayed"] for nodes in later.values() for node in nodes)
         assert found == sum(len(session.nodes) for session in sessions.values())

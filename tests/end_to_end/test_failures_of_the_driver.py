@@ -1,4 +1,6 @@
-"""The driver, the disk, the object store and a node: each fails under a run that is started as users start it."""
+"""The driver, the disk, the object store and a node: each fails under a run that is started as users start
+it.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ SMALL = (
 class Run:
     """A run in a process of its own; `lines` is what it has said so far."""
 
-    def __init__(self, settings: list[str], workspace: Path, name: str, *more: str, **environment: str) -> None:
+    def __init__(
+        self, settings: list[str], workspace: Path, name: str, *more: str, **environment: str
+    ) -> None:
         self.folder = workspace / "runs" / name
         self.environment = marked_environment() | environment
         command = [
@@ -46,7 +50,12 @@ class Run:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self.command, cwd=ROOT, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            self.command,
+            cwd=ROOT,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     def until(self, pattern: str) -> str:
@@ -70,8 +79,9 @@ class Run:
         return [path.name for path, _ in complete(self.folder / "checkpoints" / "policy")]
 
     def pid_of(self, title: str) -> int:
-        """A worker of the run's own Ray; its environment, and the mark in it, is hidden by its title, which Ray writes
-        anew with every call: it may be read half written."""
+        """A worker of the run's own Ray; its environment, and the mark in it, is hidden by its title, which
+        Ray writes anew with every call: it may be read half written.
+        """
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             for child in psutil.Process(self.process.pid).children(recursive=True):
@@ -115,11 +125,15 @@ def test_a_driver_killed_while_it_saves_goes_on_from_the_checkpoint_before(start
 
 
 def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
-    run = start("full-disk", "run.steps=6", "run.checkpoint_every=1", "run.keep_checkpoints=1", "run.save_every=0")
+    run = start(
+        "full-disk", "run.steps=6", "run.checkpoint_every=1", "run.keep_checkpoints=1", "run.save_every=0"
+    )
     run.until(r"^step 2")
     worker = run.pid_of("PolicyWorker")
     usual = resource.prlimit(worker, resource.RLIMIT_FSIZE)
-    resource.prlimit(worker, resource.RLIMIT_FSIZE, (100_000, usual[1]))  # files of more bytes cannot be written
+    resource.prlimit(
+        worker, resource.RLIMIT_FSIZE, (100_000, usual[1])
+    )  # files of more bytes cannot be written
     said = run.until("could not be saved")
     assert said.count("\n") == 1 and "The run continues" in said
     assert len(run.checkpoints()) == 1
@@ -136,7 +150,9 @@ def test_steps_without_a_number_are_skipped_and_then_stop_the_run_by_name(start)
     more = ("policy.optimizer.learning_rate=1e30", "policy.optimizer.max_skipped_steps=2", "run.steps=9")
     run = start("nan", *more)
     assert run.end() == 1
-    assert re.search(r"^error: policy dp=0: 2 optimiser steps in a row were skipped .* NaN or infinite", run.lines[-1])
+    assert re.search(
+        r"^error: policy dp=0: 2 optimiser steps in a row were skipped .* NaN or infinite", run.lines[-1]
+    )
     assert all_end(run.environment[MARK], 30) == []
 
 
@@ -172,9 +188,7 @@ def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
 def test_a_small_object_store_spills_and_loses_nothing(start, cluster) -> None:
     """Weights of 12 MB a step in a store of 80 MB, most of which something else holds on to."""
     nodes = cluster(4, f"--object-store-memory={80 * 10**6}", "--include-dashboard=false")
-    hold = (
-        "import ray, time, numpy; ray.init(); held = [ray.put(numpy.zeros(9 * 10**6, numpy.uint8)) for _ in range(12)]"
-    )
+    hold = "import ray, time, numpy; ray.init(); held = [ray.put(numpy.zeros(9 * 10**6, numpy.uint8)) for _ in range(12)]"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)"],
         env=nodes.joined,

@@ -1,5 +1,6 @@
-"""What somebody does in a notebook: train with a function defined there, in a thread; evaluate the result; sample from
-it, and go on where a job was cut."""
+"""What somebody does in a notebook: train with a function defined there, in a thread; evaluate the result;
+sample from it, and go on where a job was cut.
+"""
 
 import gc
 import json
@@ -33,7 +34,11 @@ def rewarding(largest: float) -> Callable[..., dict[str, float]]:
 
     def share_of_digits(response: str, solution: str) -> dict[str, float]:
         digits = sum(letter.isdigit() for letter in response)
-        return {"reward": digits / max(1, len(response)), "digits": min(largest, digits), "long": float(digits > 5)}
+        return {
+            "reward": digits / max(1, len(response)),
+            "digits": min(largest, digits),
+            "long": float(digits > 5),
+        }
 
     return share_of_digits
 
@@ -60,10 +65,14 @@ def source(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(ray_session: None, settings: list[str], records: dict[str, list[dict[str, Any]]], source: Path) -> Trained:
+def trained(
+    ray_session: None, settings: list[str], records: dict[str, list[dict[str, Any]]], source: Path
+) -> Trained:
     """Ended by its callback after two of five steps, in a thread that is not the main one."""
     called: list[tuple[int, dict[str, float]]] = []
-    settings = [setting for setting in settings if not setting.startswith(("data.train=", "data.validation="))]
+    settings = [
+        setting for setting in settings if not setting.startswith(("data.train=", "data.validation="))
+    ]
 
     def stop_early(step: int, metrics: Any, run: ballast.RunView) -> None:
         called.append((step, dict(metrics)))
@@ -73,7 +82,13 @@ def trained(ray_session: None, settings: list[str], records: dict[str, list[dict
         if step == STEPS:
             raise ballast.StopTraining
 
-    overrides = [*settings, "run.name=notebook", "run.steps=5", "run.checkpoint_every=1", "reward.function=''"]
+    overrides = [
+        *settings,
+        "run.name=notebook",
+        "run.steps=5",
+        "run.checkpoint_every=1",
+        "reward.function=''",
+    ]
     overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
     overrides += ["policy.optimizer.learning_rate=1e-3", "policy.data_parallel=1", f"model.path={source}"]
     with ThreadPoolExecutor(1) as pool:
@@ -83,7 +98,9 @@ def trained(ray_session: None, settings: list[str], records: dict[str, list[dict
 
 def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: Trained) -> None:
     result = trained.result
-    assert [0, *(row["step"] for row in result.metrics)] == [step for step, _ in trained.called] == [0, 1, STEPS]
+    assert (
+        [0, *(row["step"] for row in result.metrics)] == [step for step, _ in trained.called] == [0, 1, STEPS]
+    )
     assert [row["step"] for row in result.validations] == [0, STEPS]
     assert result.metrics[-1]["reward/digits"] == trained.called[-1][1]["reward/digits"] > 0
     assert result.metrics[-1]["reward/failures"] == 0
@@ -112,7 +129,11 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     checkpoint = folder / "checkpoints" / "policy" / f"step-{STEPS}"
     found = ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST))
     assert found.folder == folder / "evaluate" / f"step-{STEPS}"
-    assert load(found.folder / "config.yaml").model.path == found.facts["model"] == str(folder / f"model-{STEPS}")
+    assert (
+        load(found.folder / "config.yaml").model.path
+        == found.facts["model"]
+        == str(folder / f"model-{STEPS}")
+    )
     validated = trained.result.summary["validation"]["after"]
     assert found.metrics == pytest.approx(validated)
     assert {"reward", "digits", "pass@1", "pass@2"} <= found.metrics.keys()
@@ -120,9 +141,13 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
         assert interval.low <= found.metrics[name] <= interval.high
     assert "pass@2" in found.intervals
     assert files_beside(folder / "model") == files_beside(folder / f"model-{STEPS}") == files_beside(source)
-    saved, written = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}"))
+    saved, written = (
+        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}")
+    )
     assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
-    monkeypatch.setattr("controller.sampling.sampling_run.ray_session", None)  # nothing is left to start anything for
+    monkeypatch.setattr(
+        "controller.sampling.sampling_run.ray_session", None
+    )  # nothing is left to start anything for
     assert ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST)) == found
 
 
@@ -131,7 +156,10 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
-    trained: Trained, records: dict[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained,
+    records: dict[str, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -141,7 +169,9 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
 
     file = generate()
     whole, content = lines_of(file), file.read_bytes()
-    assert {(line["uid"], line["sample"]) for line in whole} == {(str(u), s) for u in range(4) for s in range(3)}
+    assert {(line["uid"], line["sample"]) for line in whole} == {
+        (str(u), s) for u in range(4) for s in range(3)
+    }
     kept = b"".join(content.splitlines(keepends=True)[:5])
     file.write_bytes(kept + content[len(kept) : len(kept) + 40])  # a crash in the middle of a line
     assert generate() == file

@@ -28,13 +28,19 @@ def write(folder: Path, model: Path) -> list[str]:
     for number, picture in enumerate(pictures()):
         picture.save(folder / f"{number}.png")
     content = [{"type": "image"}, {"type": "text", "text": "how many?"}]
-    records = [{"prompt": [{"role": "user", "content": content}], "images": [f"{n % 3}.png"]} for n in range(8)]
+    records = [
+        {"prompt": [{"role": "user", "content": content}], "images": [f"{n % 3}.png"]} for n in range(8)
+    ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     return [
         *(f"run.dir={folder / 'runs'}", "run.name=images", f"model.path={model}", "run.steps=2"),
         *(f"data.train={folder / 'train.jsonl'}", "data.shuffle=false", "data.max_prompt_tokens=64"),
         *("batch.prompts_per_step=3", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=6"),
-        *(f"rollout.agent={folder / 'agent.py'}:run", "rollout.max_turns=2", "rollout.max_episode_tokens=128"),
+        *(
+            f"rollout.agent={folder / 'agent.py'}:run",
+            "rollout.max_turns=2",
+            "rollout.max_episode_tokens=128",
+        ),
         *(f"reward.function={folder / 'reward.py'}:reward", "rollout.cpu_kv_cache_gib=0.25"),
         *("policy.max_tokens_per_micro_batch=512", "policy.optimizer.learning_rate=1e-3"),
     ]
@@ -49,7 +55,11 @@ def test_a_run_trains_on_an_agent_that_shows_images(
     sizes = [picture.width for picture in pictures()]
     for step in run.outcome.steps:
         assert step["policy/rollout_mismatch_max"] < 1e-4
-        assert (step["rollout/samples"], step["reward/failures"], step["rollout/rows_per_sample"]) == (6, 0, 1)
+        assert (step["rollout/samples"], step["reward/failures"], step["rollout/rows_per_sample"]) == (
+            6,
+            0,
+            1,
+        )
         assert (step["reward/seen"], step["rollout/turns_mean"]) == (2, 2)
         assert step["reward/width"] == pytest.approx(sum(sizes) / 3)
     shown = [[placed.image.digest for placed in images] for images in run.rollout.batch[IMAGES]]

@@ -29,8 +29,16 @@ def test_samples_of_a_data_set_of_the_hub(vision_model: Callable[[str], Path], t
     table = table.replace_schema_metadata({"huggingface": json.dumps(features)})
     (tmp_path / "hub" / "data").mkdir(parents=True)
     pq.write_table(table, tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
-    settings = [f"model.path={vision_model('qwen2_5_vl')}", f"data.train={tmp_path / 'hub'}", "data.image_key=image"]
-    settings += ["rollout.sampling.max_new_tokens=6", "rollout.cpu_kv_cache_gib=0.25", "rollout.samples_per_prompt=2"]
+    settings = [
+        f"model.path={vision_model('qwen2_5_vl')}",
+        f"data.train={tmp_path / 'hub'}",
+        "data.image_key=image",
+    ]
+    settings += [
+        "rollout.sampling.max_new_tokens=6",
+        "rollout.cpu_kv_cache_gib=0.25",
+        "rollout.samples_per_prompt=2",
+    ]
     OmegaConf.save(OmegaConf.from_dotlist(settings), tmp_path / "config.yaml")
     assert generate.main(["--config", str(tmp_path / "config.yaml"), f"--output={tmp_path / 'samples'}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
@@ -55,7 +63,8 @@ def test_preferences_of_images_do_not_depend_on_the_plan(
     for number, picture in enumerate(pictures()):
         picture.save(tmp_path / f"{number}.png")
     pairs: list[dict[str, Any]] = [
-        {"prompt": ASKED, "chosen": f"{n} dots", "rejected": "no", "images": [f"{n % 3}.png"]} for n in range(15)
+        {"prompt": ASKED, "chosen": f"{n} dots", "rejected": "no", "images": [f"{n % 3}.png"]}
+        for n in range(15)
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     settings = [

@@ -33,9 +33,20 @@ def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(setting
 
     The mismatch of each step is that between the engine's weights of this version and the stages' own.
     """
-    common = [*settings, *UNVALIDATED, RATE, "batch.mini_batches=2", "algorithm.loss.kl_coefficient=0.1", "run.steps=2"]
+    common = [
+        *settings,
+        *UNVALIDATED,
+        RATE,
+        "batch.mini_batches=2",
+        "algorithm.loss.kl_coefficient=0.1",
+        "run.steps=2",
+    ]
     common += ["run.checkpoint_every=1", "algorithm.advantage=remax"]
-    cut = ["policy.data_parallel=1", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"]
+    cut = [
+        "policy.data_parallel=1",
+        "policy.parallel.pipeline_parallel=2",
+        "policy.parallel.virtual_stages=2",
+    ]
     staged = run_loop([*common, "run.name=staged", *cut])
     steps = staged.outcome.steps
     assert [step["rollout/weight_version"] for step in steps] == [1.0, 2.0]
@@ -105,18 +116,28 @@ def test_rewards_are_the_scores_of_transformers_own_forward_pass(judged: Run, ju
             hidden = judge.base_model(input_ids=ids[None]).last_hidden_state[0, -1]
             assert reward == pytest.approx(2 * judge.score(hidden).item(), rel=1e-3, abs=1e-4)
     timeline = [json.loads(line) for line in (judged.folder / "timeline.jsonl").read_text().splitlines()]
-    assert any("scores" in {row[0] for row in line["micro_steps"].get("reward_model dp=0", ())} for line in timeline)
+    assert any(
+        "scores" in {row[0] for row in line["micro_steps"].get("reward_model dp=0", ())} for line in timeline
+    )
 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_critic(judged: Run, ppo: list[str]) -> None:
-    """Step 2 again, from the checkpoint after step 1, and a torn critic is passed over together with its policy."""
+    """Step 2 again, from the checkpoint after step 1, and a torn critic is passed over together with its
+    policy.
+    """
     critic = judged.folder / "checkpoints" / "critic" / "step-2"
     next(critic.glob("*.safetensors")).write_bytes(b"torn")
     (step,) = run_loop([*ppo, "run.resume=auto"]).outcome.steps
     for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/weight_version"):
         assert step[name] == judged.outcome.steps[1][name]
-    for name in ("critic/loss", "critic/values", "critic/explained_variance", "policy/loss", "reward/kl_coefficient"):
+    for name in (
+        "critic/loss",
+        "critic/values",
+        "critic/explained_variance",
+        "policy/loss",
+        "reward/kl_coefficient",
+    ):
         assert step[name] == pytest.approx(judged.outcome.steps[1][name], abs=1e-5)
     assert Path(critic / "manifest.json").is_file()
 
@@ -147,7 +168,13 @@ def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(settings: list[st
     """With adapters the policy is its own reference. Of some episodes the environment dies."""
     file = workspace / "halves.py"
     file.write_text(ENVIRONMENT)
-    overrides = [*settings, "run.name=episodes", "run.steps=2", "rollout.max_turns=2", "rollout.max_episode_tokens=24"]
+    overrides = [
+        *settings,
+        "run.name=episodes",
+        "run.steps=2",
+        "rollout.max_turns=2",
+        "rollout.max_episode_tokens=24",
+    ]
     overrides += ["reward.function=''", f"rollout.environment={file}:Halves", RATE]
     overrides += ["model.lora.rank=4", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2"]
     run = run_loop(overrides)
@@ -167,7 +194,9 @@ def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(settings: list[st
 def check_episodes_are_masked_and_recorded(run: Run) -> None:
     masks = []
     for row in range(len(run.proto)):
-        ids, mask, sampled = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs"))
+        ids, mask, sampled = (
+            run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs")
+        )
         masks.append(mask)
         assert (sampled[~mask] == 0).all() and (sampled[mask] < 0).all()
         assert len(ids) <= 26 + 24
@@ -175,21 +204,35 @@ def check_episodes_are_masked_and_recorded(run: Run) -> None:
     turns = run.rollout.batch["turns"].tolist()
     two = [score for score, count in zip(run.rollout.by_sample.values(), turns, strict=True) if count == 2]
     assert two and all("+1=" in score.response for score in two)
-    assert all([list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]] for score in two)
+    assert all(
+        [list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]] for score in two
+    )
     assert all(score.turns[1] == {"environment": "+1="} for score in two)
 
 
 CALL = """<tool_call>\\n\\{"name": "(add|divide)", "arguments": \\{"a": [1-9], "b": 2\\}\\}\\n</tool_call>"""
 
 
-def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(settings: list[str], tmp_path: Path) -> None:
-    """Each turn is made a call of a tool, or of one that is not there, so that each of the two turns is answered."""
+def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """Each turn is made a call of a tool, or of one that is not there, so that each of the two turns is
+    answered.
+    """
     model = tmp_path / "model"
     create_model(model, 0, tools.tokenizer(), width=128, layers=1, vocabulary=tools.VOCABULARY, positions=512)
     tools_data.write(tmp_path / "train.jsonl", 8, seed=0, held_out=False)
     overrides = [*settings, *UNVALIDATED, "run.name=tools", "run.steps=1", f"model.path={model}", RATE]
-    overrides += ["data.max_prompt_tokens=64", f"data.train={tmp_path / 'train.jsonl'}", "policy.data_parallel=1"]
-    overrides += ["rollout.tools=examples/tools/tools.py", "rollout.max_turns=2", "rollout.max_episode_tokens=300"]
+    overrides += [
+        "data.max_prompt_tokens=64",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        "policy.data_parallel=1",
+    ]
+    overrides += [
+        "rollout.tools=examples/tools/tools.py",
+        "rollout.max_turns=2",
+        "rollout.max_episode_tokens=300",
+    ]
     overrides += ["rollout.sampling.max_new_tokens=99", "policy.max_tokens_per_micro_batch=512"]
     overrides += [f"rollout.sampling.structured_outputs={json.dumps({'regex': CALL})}"]
     overrides += ["algorithm.loss.rollout_correction.weights=token", "policy.max_mismatch=99"]
@@ -201,7 +244,9 @@ def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(settings: lis
     scores = run.rollout.by_sample.values()
     for row, score in enumerate(scores):
         ids, mask = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask"))
-        assert tokens.decode(ids[mask]).count("<tool_call>") == 2 and "<tool_response>" not in tokens.decode(ids[mask])
+        assert tokens.decode(ids[mask]).count("<tool_call>") == 2 and "<tool_response>" not in tokens.decode(
+            ids[mask]
+        )
         assert [list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]]
         called = "subtract" not in score.turns[0]["policy"] and "add" in score.turns[0]["policy"]
         assert ("Error: there is no tool divide" in score.turns[1]["environment"]) == (not called)
@@ -209,7 +254,9 @@ def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(settings: lis
 
 @pytest.mark.slow
 def test_an_update_that_leaves_a_weight_out_stops_the_run_and_is_named(settings: list[str]) -> None:
-    """No engine samples with old and new weights mixed. A custom loss's module changes the policy's own process."""
+    """No engine samples with old and new weights mixed. A custom loss's module changes the policy's own
+    process.
+    """
     overrides = [*settings, *UNVALIDATED, "run.name=dropped", "policy.data_parallel=1"]
     overrides += ["algorithm.loss.name=custom", "algorithm.loss.function=tests.end_to_end.dropping:loss"]
     overrides += ["resources.user_code_timeout_s=300"]  # it imports all that a policy's actor does
@@ -271,7 +318,9 @@ def test_samples_come_from_the_experts_that_were_trained(
     run = run_loop(overrides)
     first, second = run.outcome.steps
     assert [first["rollout/weight_version"], second["rollout/weight_version"]] == [1.0, 2.0]
-    assert abs(first["policy/approximate_kl"]) > 1e-3, "an update that changes nothing would not show old experts"
+    assert abs(first["policy/approximate_kl"]) > 1e-3, (
+        "an update that changes nothing would not show old experts"
+    )
     for step in (first, second):
         assert step["policy/rollout_mismatch_max"] < 3e-5
     assert set(run.versions) == {2}
@@ -282,7 +331,11 @@ def test_samples_come_from_the_experts_that_were_trained(
 
 def assert_goes_on_with_two_ranks(run: Run, overrides: list[str]) -> None:
     """From its first checkpoint, each rank with all experts, the second step is the same."""
-    others = ["policy.data_parallel=2", "policy.parallel.expert_parallel=1", "policy.parallel.tensor_parallel=1"]
+    others = [
+        "policy.data_parallel=2",
+        "policy.parallel.expert_parallel=1",
+        "policy.parallel.tensor_parallel=1",
+    ]
     others += [f"run.name={run.folder.name}-again"]
     begin = run.folder / "checkpoints" / "policy" / "step-1"
     (second,) = run_loop([*overrides, *others, f"run.resume={begin}"]).outcome.steps

@@ -3,8 +3,8 @@
     clone, make setup, make test, make fit --> report, timeline, balance --> own data, reward, what is typed wrong
     --> own environment, LoRA, evaluate, generate, given sequences --> doctor, a Ray job, make docs
 
-With BALLAST_INSTALL=1 `make setup` installs every package. Without the quickstart's model in examples/addition/cache of
-this repository, `make fit` makes it, which takes minutes.
+With BALLAST_INSTALL=1 `make setup` installs every package. Without the quickstart's model in
+examples/addition/cache of this repository, `make fit` makes it, which takes minutes.
 """
 
 import json
@@ -52,7 +52,9 @@ def addition(checkout: Checkout) -> Said:
 
 @pytest.fixture(scope="module")
 def mine(checkout: Checkout, addition: Said) -> str:
-    """mine.yaml as the README says: a copy of configs/grpo.yaml with the lines marked "yours" changed; its name."""
+    """mine.yaml as the README says: a copy of configs/grpo.yaml with the lines marked "yours" changed; its
+    name.
+    """
     problems = [(a, b) for a in range(10, 20) for b in range(11, 95, 7)]
     records = [{"prompt": data.prompt(a, b), "answer": data.ones_first(a + b)} for a, b in problems]
     for name, part in (("train", records[8:]), ("test", records[:8])):
@@ -80,7 +82,10 @@ def quickstart(checkout: Checkout, addition: Said) -> str:
 
 def rows(checkout: Checkout, name: str) -> list[dict[str, Any]]:
     """metrics.jsonl of a run: valid JSON, a line a step, in order."""
-    found = [json.loads(line) for line in (checkout.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (checkout.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row["step"] for row in found]
     assert steps == list(range(steps[0], steps[-1] + 1))
     return found
@@ -177,7 +182,9 @@ def test_a_recipe_with_the_lines_marked_yours_changed_runs(checkout: Checkout, m
         f"run.name=recipe {SMALL}"
     )
     shows_steps(said, "recipe", 2)
-    assert said.out.count("│ reward │ advantage │") == 0 and said.out.count("completions") == 2  # the recipe's setting
+    assert (
+        said.out.count("│ reward │ advantage │") == 0 and said.out.count("completions") == 2
+    )  # the recipe's setting
     recorded = yaml.safe_load((checkout.folder / "runs" / "recipe" / "config.yaml").read_text())
     assert recorded["policy"]["max_tokens_per_micro_batch"] == 16384
     settings = checkout.run("python -m controller.fit --settings")
@@ -189,12 +196,18 @@ def test_a_recipe_with_the_lines_marked_yours_changed_runs(checkout: Checkout, m
     [
         (
             "policy.max_tokens_per_micro_batc=16384",
-            "policy.max_tokens_per_micro_batc is not a setting; did you mean policy.max_tokens_per_micro_batch?",
+            "policy.max_tokens_per_micro_batc is not a setting; did you mean "
+            "policy.max_tokens_per_micro_batch?",
         ),
-        ("reward.function=rewards.py:reward", "reward.function='rewards.py:reward': there is no file rewards.py."),
+        (
+            "reward.function=rewards.py:reward",
+            "reward.function='rewards.py:reward': there is no file rewards.py.",
+        ),
     ],
 )
-def test_what_is_typed_wrong_is_told_in_one_line(checkout: Checkout, mine: str, arguments: str, message: str) -> None:
+def test_what_is_typed_wrong_is_told_in_one_line(
+    checkout: Checkout, mine: str, arguments: str, message: str
+) -> None:
     began = set((checkout.folder / "runs").iterdir())
     said = checkout.run(f"python -m controller.fit --config {mine} {arguments}", code=2)
     assert said.errors.startswith(f"error: {message}") and said.errors.count("\n") == 1, said.errors
@@ -204,7 +217,9 @@ def test_what_is_typed_wrong_is_told_in_one_line(checkout: Checkout, mine: str, 
 
 def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
     code, settings = (
-        next(block.body for block in blocks_of(ROOT / "docs" / "environments.md") if block.language == language)
+        next(
+            block.body for block in blocks_of(ROOT / "docs" / "environments.md") if block.language == language
+        )
         for language in ("python", "yaml")
     )
     checkout.write("my/guess.py", code)
@@ -224,7 +239,8 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
     said = checkout.run(f"python -m controller.fit --config my/config.yaml run.steps=2 {SMALL}")
     shows_steps(said, "my", 2)
     samples = [
-        json.loads(line) for line in (checkout.folder / "runs" / "my" / "samples.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (checkout.folder / "runs" / "my" / "samples.jsonl").read_text().splitlines()
     ]
     assert samples
     for sample in samples:
@@ -235,7 +251,9 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
 
 
 def test_adapters_are_trained_and_saved_as_peft_reads_them(checkout: Checkout, quickstart: str) -> None:
-    command = f"python -m ballast fit --config {quickstart} model.lora.rank=4 run.name=lora run.steps=2 {SMALL}"
+    command = (
+        f"python -m ballast fit --config {quickstart} model.lora.rank=4 run.name=lora run.steps=2 {SMALL}"
+    )
     said = checkout.run(command)
     assert said.lines[-1].startswith("runs/lora: model, adapters, report.html")
     check = (
@@ -252,13 +270,17 @@ def test_adapters_are_trained_and_saved_as_peft_reads_them(checkout: Checkout, q
 
 
 def test_a_trained_model_is_evaluated_and_sampled_from(checkout: Checkout, mine: str) -> None:
-    said = checkout.run(f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2")
+    said = checkout.run(
+        f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2"
+    )
     folder = checkout.folder / "runs" / "addition"
     metrics = json.loads((folder / "evaluate" / "model" / "metrics.json").read_text())
     assert re.search(r"^reward +0\.\d+ +0\.\d+ to [01]\.\d+", said.out, re.M), said.out
     assert said.lines[-1] == "runs/addition/evaluate/model/metrics.json: 16 samples of 8 prompts"
     assert "pass@2" in json.dumps(metrics)
-    again = checkout.run(f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2")
+    again = checkout.run(
+        f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2"
+    )
     assert "runs/addition/evaluate/model: 16 of 16 samples are there" in again.lines
     assert again.lines_with("reward") == said.lines_with("reward")
 
@@ -278,7 +300,9 @@ def test_given_responses_and_pairs_train(checkout: Checkout, addition: Said) -> 
         "policy.optimizer.warmup_steps=0"
     )
     assert said.lines[-1].startswith("runs/sft: model, report.html")
-    said = checkout.run("python -m controller.preferences --config examples/addition/preferences.yaml run.steps=2")
+    said = checkout.run(
+        "python -m controller.preferences --config examples/addition/preferences.yaml run.steps=2"
+    )
     assert len(re.findall(r"^step +\d/2  .*accuracy \d", said.out, re.M)) == 2
     assert said.lines[-1].startswith("runs/preferences: model, report.html")
     said = checkout.run(
@@ -294,8 +318,8 @@ def test_a_cluster_that_is_described_is_checked(checkout: Checkout) -> None:
     checkout.write(f"{model}/snapshots/1/config.json", json.dumps(qwen_description("7B")))
     checkout.write(f"{model}/refs/main", "1")
     said = checkout.run(
-        "export HF_HUB_CACHE=$PWD/hub; python -m controller.fit --config examples/launch/eight_gpus.yaml --dry-run "
-        "--cluster nodes=1,gpus=8,gpu_gib=80,cpus=64"
+        "export HF_HUB_CACHE=$PWD/hub; python -m controller.fit --config examples/launch/eight_gpus.yaml "
+        "--dry-run --cluster nodes=1,gpus=8,gpu_gib=80,cpus=64"
     )
     assert said.lines_with("node 0: policy 0..7, reference 0..7, rollout 0..7")
     assert said.lines_with("policy update: policy 10.6 + reference 3.5 + the pass ")
@@ -311,7 +335,9 @@ def test_the_same_command_is_a_ray_job(checkout: Checkout, mine: str, tmp_path: 
     home = f"export RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:28465 HOME={tmp_path}; "
     checkout.run(f"{home} ray get-auth-token --generate")
     checkout.run(f"{home} ray start --head --num-cpus=4 {' '.join(ports(200))}")
-    shared = f"model.path=$PWD/{CACHE}/model data.train=$PWD/data/train.jsonl data.validation=$PWD/data/test.jsonl"
+    shared = (
+        f"model.path=$PWD/{CACHE}/model data.train=$PWD/data/train.jsonl data.validation=$PWD/data/test.jsonl"
+    )
     fit = f"python -m controller.fit --config {mine} run.dir={tmp_path} run.name=job run.steps=2 {SMALL} {shared}"
     job = checkout.run(f"{home} ray job submit --working-dir . -- {fit}")
     assert re.search(STEP.format(2, 2), job.out), job.out

@@ -14,7 +14,10 @@ PLANS = {
     "1 rank": [],
     "2 ranks": ["policy.data_parallel=2", "policy.max_tokens_per_micro_batch=100"],
     "2 ranks, padded": ["policy.data_parallel=2", "model.layout=padded"],
-    "context parallel": ["policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"],
+    "context parallel": [
+        "policy.parallel.context_parallel=2",
+        "policy.parallel.context_parallel_method=ring",
+    ],
     "by micro-step": [  # two ranks for sequences above 48 tokens
         "policy.parallel.context_parallel=2",
         "policy.parallel.context_parallel_degree=auto",

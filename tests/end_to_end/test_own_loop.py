@@ -1,4 +1,6 @@
-"""A loop of one's own over real engines and ranks: samples of published weights, gradients of a batch in calls."""
+"""A loop of one's own over real engines and ranks: samples of published weights, gradients of a batch in
+calls.
+"""
 
 import numpy as np
 
@@ -10,10 +12,14 @@ from workers.config.roles import SamplingConfig
 CALLS = 3
 
 
-def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(ray_session, settings: list[str]) -> None:
+def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(
+    ray_session, settings: list[str]
+) -> None:
     with ballast.open(overrides=[*settings, "run.name=own-loop", "run.checkpoint_every=1"]) as run:
         first = run.sample(run.prompts(4), n=3)
-        greedy = run.sample([[5, 6, 7], "12+34="], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8), seed=1)
+        greedy = run.sample(
+            [[5, 6, 7], "12+34="], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8), seed=1
+        )
         before = run.forward(first.result().batch)
         batch, sampled = first.result().batch, first.result().sequences
         assert [len(each.ids) for each in sampled] == (batch["length"] - batch["prompt_tokens"]).tolist()
@@ -30,7 +36,9 @@ def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(ray_session
         assert stepped.result()["learning_rate"] == 1e-2 and version.result() == 1
         old, same, new = (each.result().sequences[0] for each in (greedy, ahead, after))
         np.testing.assert_array_equal(same.ids, old.ids)  # asked for before the weights were published
-        assert new.ids.tolist() != old.ids.tolist() or not np.allclose(new.log_probs, old.log_probs, atol=1e-3)
+        assert new.ids.tolist() != old.ids.tolist() or not np.allclose(
+            new.log_probs, old.log_probs, atol=1e-3
+        )
         with refused("role='critic'"):
             run.forward(batch, role="critic")
         assert run.validate().result().keys() >= {"reward"}
@@ -42,7 +50,9 @@ def test_a_loop_of_ones_own_samples_learns_publishes_and_is_recorded(ray_session
     with ballast.open(overrides=resumed) as run:
         assert run.steps == 1
         (found,) = (
-            run.sample([[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8)).result().sequences
+            run.sample([[5, 6, 7]], sampling=SamplingConfig(temperature=0.0, max_new_tokens=8))
+            .result()
+            .sequences
         )
         np.testing.assert_array_equal(found.ids, new.ids)
 

@@ -1,4 +1,6 @@
-"""Through `ray job submit`, with the engine in processes of its own, as on GPUs; else it is a thread of its actor."""
+"""Through `ray job submit`, with the engine in processes of its own, as on GPUs; else it is a thread of its
+actor.
+"""
 
 import json
 import subprocess
@@ -24,8 +26,12 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Stopped jobs have time to end, engines are processes, and no code is compiled: a job is a copy of the package."""
-    found = Cluster(0, 4, RAY_JOB_STOP_WAIT_TIME_S="60", VLLM_ENABLE_V1_MULTIPROCESSING="1", NUMBA_DISABLE_JIT="1")
+    """Stopped jobs have time to end, engines are processes, and no code is compiled: a job is a copy of the
+    package.
+    """
+    found = Cluster(
+        0, 4, RAY_JOB_STOP_WAIT_TIME_S="60", VLLM_ENABLE_V1_MULTIPROCESSING="1", NUMBA_DISABLE_JIT="1"
+    )
     yield found
     found.end()
 
@@ -48,8 +54,9 @@ def run_when_ready(submit: list[str], environment: dict[str, str]) -> subprocess
 
 @dataclass
 class Seen:
-    """Processes of a cluster while a job runs. parents: by pid, the parent of each; titles: all that `ps` showed of it,
-    as they change."""
+    """Processes of a cluster while a job runs. parents: by pid, the parent of each; titles: all that `ps`
+    showed of it, as they change.
+    """
 
     parents: dict[int, int] = field(default_factory=dict)
     titles: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -108,12 +115,16 @@ def test_the_same_command_runs_as_a_ray_job(finished: Finished, cluster: dict[st
     assert json.loads((finished.folder / "summary.json").read_text())["steps"] == STEPS
     token = cluster["RAY_AUTH_TOKEN"]
     files = (path for path in finished.folder.rglob("*") if path.is_file())
-    assert [path for path in files if token.encode() in path.read_bytes()] == [], "a run wrote the cluster's token"
+    assert [path for path in files if token.encode() in path.read_bytes()] == [], (
+        "a run wrote the cluster's token"
+    )
     assert token not in finished.job.stdout + finished.job.stderr
 
 
 def test_the_engine_is_a_process_below_its_actor_and_gone_afterwards(finished: Finished) -> None:
-    """By how it was started: whether vLLM can change its title depends on the environment's first variable."""
+    """By how it was started: whether vLLM can change its title depends on the environment's first
+    variable.
+    """
     titles, parents = finished.seen.titles, finished.seen.parents
     spawned = {pid for pid, shown in titles.items() if any("spawn_main" in title for title in shown)}
     cores = [pid for pid in spawned if parents[pid] not in spawned]  # a core starts workers of its own

@@ -35,7 +35,9 @@ def kill_after(begin: str, fit: list[str], environment: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """before: the lines of metrics.jsonl when the run had been killed; after: when it had been stopped as well."""
+    """before: the lines of metrics.jsonl when the run had been killed; after: when it had been stopped as
+    well.
+    """
 
     folder: Path
     before: list[dict]
@@ -61,10 +63,17 @@ def records(folder: Path) -> list[dict]:
 def test_a_killed_run_goes_on_as_if_it_had_not_been(resumed: Resumed) -> None:
     """It goes on from the checkpoint of step 3: steps 4 and 5 come again and are the same."""
     assert any("going on from" in line and "step-3" in line for line in resumed.again.said)
-    assert [line[:9] for line in resumed.again.said if line.startswith("step ")] == [f"step    {s}" for s in (4, 5, 6)]
+    assert [line[:9] for line in resumed.again.said if line.startswith("step ")] == [
+        f"step    {s}" for s in (4, 5, 6)
+    ]
     assert [record["step"] for record in resumed.after] == list(range(len(resumed.after)))
     for first, second in zip(resumed.before[:6], resumed.after[:6], strict=True):
-        for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/weight_version", "validation/reward"):
+        for name in (
+            "reward/mean",
+            "rollout/response_tokens_mean",
+            "rollout/weight_version",
+            "validation/reward",
+        ):
             assert first.get(name) == second.get(name), (first["step"], name)
         for name in ("policy/loss", "policy/learning_rate"):
             assert first.get(name) == pytest.approx(second.get(name), abs=1e-6)
@@ -84,7 +93,9 @@ def test_a_local_run_listens_on_this_machine_alone(resumed: Resumed) -> None:
 def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
     assert found.code == 1, found.errors
     stopped_at = [
-        line for line in found.errors.splitlines() if line.startswith("stopped: run.resume=auto resumes from ")
+        line
+        for line in found.errors.splitlines()
+        if line.startswith("stopped: run.resume=auto resumes from ")
     ]
     assert len(stopped_at) == 1, found.errors
     assert re.match(last_said + r"  .*reward \d\.\d+", found.said[-1])
@@ -97,9 +108,16 @@ def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
 def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_tokens_that_it_had(
     settings: list[str], workspace: Path
 ) -> None:
-    """Killed after step 5, it goes on from the checkpoint of step 3 with the samples that no step had trained on."""
+    """Killed after step 5, it goes on from the checkpoint of step 3 with the samples that no step had trained
+    on.
+    """
     environment, fit = marked_environment(), command(settings, workspace, "ahead-killed")
-    fit += ["run.steps=6", "rollout.max_staleness=2", "rollout.sampling.max_new_tokens=64", "run.record_samples=true"]
+    fit += [
+        "run.steps=6",
+        "rollout.max_staleness=2",
+        "rollout.sampling.max_new_tokens=64",
+        "run.record_samples=true",
+    ]
     fit += ["policy.max_tokens_per_micro_batch=256", "policy.optimizer.learning_rate=1e-4"]
     kill_after("step 5", fit, environment)
     folder = workspace / "runs" / "ahead-killed"

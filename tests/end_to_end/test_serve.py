@@ -1,4 +1,6 @@
-"""The stock SDK of Tinker, its cookbook's arithmetic recipe, and kills, against `ballast serve` with real engines."""
+"""The stock SDK of Tinker, its cookbook's arithmetic recipe, and kills, against `ballast serve` with real
+engines.
+"""
 
 import json
 import os
@@ -55,7 +57,9 @@ def datum(ids: list[int], **inputs: Any) -> types.Datum:
     )
 
 
-def problem(client: tinker.TrainingClient, prompt: str = "21+43=", response: str = "246.134.#64") -> types.Datum:
+def problem(
+    client: tinker.TrainingClient, prompt: str = "21+43=", response: str = "246.134.#64"
+) -> types.Datum:
     tokenizer = client.get_tokenizer()
     first, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, response))
     weights = [0.0] * (len(first) - 1) + [1.0] * (len(rest) + 1)
@@ -124,14 +128,16 @@ def test_a_custom_loss_equals_the_built_in_one(service: tinker.ServiceClient, mo
     norm = training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics["grad_norm"]
     found = training.forward_backward_custom(data, cross_entropy).result()
     assert found.metrics["mine"] == pytest.approx(known.metrics["loss:sum"], rel=1e-5)
-    assert training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics["grad_norm"] == pytest.approx(
-        norm, rel=1e-4
-    )
+    assert training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics[
+        "grad_norm"
+    ] == pytest.approx(norm, rel=1e-4)
     for first, second in zip(log_probs(found), log_probs(known), strict=True):
         np.testing.assert_allclose(first, second, atol=1e-5)
 
 
-def test_a_state_comes_back_to_this_client_and_to_a_new_one(service: tinker.ServiceClient, model: Path) -> None:
+def test_a_state_comes_back_to_this_client_and_to_a_new_one(
+    service: tinker.ServiceClient, model: Path
+) -> None:
     training = started(service, model)
     data = [problem(training)]
     first = training.forward_backward(data, "cross_entropy")
@@ -143,16 +149,24 @@ def test_a_state_comes_back_to_this_client_and_to_a_new_one(service: tinker.Serv
     training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     training.load_state(path).result()
     np.testing.assert_array_equal(log_probs(training.forward(data, "cross_entropy").result()), saved)
-    for again in (service.create_training_client_from_state, service.create_training_client_from_state_with_optimizer):
+    for again in (
+        service.create_training_client_from_state,
+        service.create_training_client_from_state_with_optimizer,
+    ):
         newer = again(path).result()
         np.testing.assert_array_equal(log_probs(newer.forward(data, "cross_entropy").result()), saved)
     with pytest.raises(Exception, match="replaced"):
         training.forward(data, "cross_entropy").result()
 
 
-def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(service: tinker.ServiceClient, model: Path) -> None:
+def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(
+    service: tinker.ServiceClient, model: Path
+) -> None:
     training = started(service, model)
-    sampler, tokenizer = service.create_sampling_client(base_model=str(model)).result(), training.get_tokenizer()
+    sampler, tokenizer = (
+        service.create_sampling_client(base_model=str(model)).result(),
+        training.get_tokenizer(),
+    )
     prompt = types.ModelInput.from_ints(tokenizer("21+43=", add_special_tokens=False)["input_ids"])
 
     def sample(n: int = 1, **changed: Any) -> list[list[int]]:
@@ -168,17 +182,26 @@ def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(service: tinker.
         .result()
         .sequences[0]
     )
-    assert stopped.stop_reason == "stop" and tokenizer.decode(stopped.tokens) == text[: text.index(text[4:6]) + 2]
+    assert (
+        stopped.stop_reason == "stop"
+        and tokenizer.decode(stopped.tokens) == text[: text.index(text[4:6]) + 2]
+    )
     (by_id,) = sample(temperature=0.0, stop=[whole[2]])
     assert by_id == whole[: whole.index(whole[2]) + 1]
     for stop in ([-1], [1_000_000], [10**30], [""]):  # engines refuse these, and the server goes on
         with pytest.raises(Exception, match="stop"):
             sample(stop=stop)
-    found = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+    found = sampler.sample(
+        prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True
+    ).result()
     assert found.prompt_logprobs[0] is None and all(value < 0 for value in found.prompt_logprobs[1:])
     with pytest.raises(Exception, match="topk_prompt_logprobs"):
         sampler.sample(
-            prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=4
+            prompt,
+            1,
+            types.SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=4,
         ).result()
     training.forward_backward([problem(training)], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=1e-3))
@@ -194,7 +217,9 @@ def test_what_is_not_supported_is_said_in_a_sentence(service: tinker.ServiceClie
     for wrong, message in (
         (datum([3, 4, 99]), "vocabulary"),
         (
-            types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [5, 6]}),
+            types.Datum(
+                model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [5, 6]}
+            ),
             "target_tokens",
         ),
     ):
@@ -215,8 +240,16 @@ def learned(training: tinker.TrainingClient, response: str) -> list[np.ndarray]:
     return [*found, *log_probs(training.forward(data, "cross_entropy").result())]
 
 
-def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(model: Path, tmp_path: Path) -> None:
-    usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "policy.data_parallel=1", "model.lora.rank=8"]
+def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(
+    model: Path, tmp_path: Path
+) -> None:
+    usual = [
+        *OWN,
+        f"model.path={model}",
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "model.lora.rank=8",
+    ]
     responses, alone = ("246.134.#64", "572^#21"), []
 
     def create(service: tinker.ServiceClient) -> tinker.TrainingClient:
@@ -245,7 +278,9 @@ def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(mode
         means = []
         for sampler, future in zip(samplers, asked, strict=True):
             for each in future.result().sequences:
-                again = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt.to_ints(), *each.tokens])).result()
+                again = sampler.compute_logprobs(
+                    types.ModelInput.from_ints([*prompt.to_ints(), *each.tokens])
+                ).result()
                 np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
             means.append(float(np.mean(again[1:6])))
         assert len({round(mean, 4) for mean in means}) == 3, means
@@ -304,7 +339,10 @@ def test_checkpoints_are_listed_and_deleted_also_after_a_kill(model: Path, tmp_p
         for path in (two, sampled):
             rest.delete_checkpoint_from_tinker_path(path).result()
         assert rest.list_checkpoints(training.model_id).result().checkpoints == []
-        for wrong in (rest.publish_checkpoint_from_tinker_path(two), rest.set_checkpoint_ttl_from_tinker_path(two, 60)):
+        for wrong in (
+            rest.publish_checkpoint_from_tinker_path(two),
+            rest.set_checkpoint_ttl_from_tinker_path(two, 60),
+        ):
             with pytest.raises(Exception, match="not supported"):
                 wrong.result()
         server.stop()
@@ -331,7 +369,13 @@ def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> No
             assert stepped.result() is not None
         return [*found, *log_probs(training.forward(data, "cross_entropy").result())]
 
-    usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "policy.data_parallel=1", "run.checkpoint_every=3"]
+    usual = [
+        *OWN,
+        f"model.path={model}",
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "run.checkpoint_every=3",
+    ]
     (tmp_path / "a").mkdir()
     with Served([*usual, "run.name=known"], tmp_path / "a") as server:
         known = steps(server)
@@ -346,7 +390,9 @@ def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> No
         np.testing.assert_array_equal(first, second)  # one rank: to the bit
 
 
-def arithmetic(tmp_path: Path, server_settings: list[str], recipe_settings: list[str]) -> list[dict[str, float]]:
+def arithmetic(
+    tmp_path: Path, server_settings: list[str], recipe_settings: list[str]
+) -> list[dict[str, float]]:
     """Run the cookbook's recipe against a server with the quickstart's model. Returns its metrics by step."""
     assert warm_start.main() == 0
     overrides = [

@@ -80,7 +80,9 @@ def of_tasks(settings: list[str], model: Path, name: str, *overrides: str) -> Ru
 
 
 def test_a_run_on_reasoning_gym_is_rewarded_with_its_scores(settings: list[str], model: Path) -> None:
-    train, held_out = (f"reasoning_gym:chain_sum?size=16&max_terms=2&max_digits=1&seed={seed}" for seed in (1, 2))
+    train, held_out = (
+        f"reasoning_gym:chain_sum?size=16&max_terms=2&max_digits=1&seed={seed}" for seed in (1, 2)
+    )
     data = (f"data.train={train}", f"data.validation={held_out}", "rollout.sampling.max_new_tokens=48")
     run = of_tasks(settings, model, "gym", *data, "reward.function=workers.reward_functions:reasoning_gym")
     assert len(run.outcome.steps) == 2 and any(0 < step["reward/mean"] < 1 for step in run.outcome.steps)
@@ -100,7 +102,11 @@ def test_an_environment_of_verifiers_plays_a_run(
     monkeypatch.chdir(tmp_path)
     environment = "verifiers:sums?agent.runtime.type=subprocess&agent.harness.id=sums&agent.harness.turns=2"
     given = [
-        *("data.train=verifiers:sums?taskset.last=9&select.skip=3", "data.validation=", "validation.prompts=0"),
+        *(
+            "data.train=verifiers:sums?taskset.last=9&select.skip=3",
+            "data.validation=",
+            "validation.prompts=0",
+        ),
         *("reward.function=", "rollout.sampling.max_new_tokens=48", "rollout.max_episode_tokens=256"),
     ]
     run = of_tasks(settings, model, "sums", *given, f"rollout.environment={environment}")

@@ -1,4 +1,6 @@
-"""Runs with rollout.weight_sync=delta: engines have the weights that a whole update gives them, bit for bit."""
+"""Runs with rollout.weight_sync=delta: engines have the weights that a whole update gives them,
+bit for bit.
+"""
 
 from typing import Any
 
@@ -26,12 +28,16 @@ OVERRIDES = (
 def log_probs(actor: Any) -> bytes:
     """Of greedy tokens after a prompt: any other weight gives others."""
     request = SampleRequest("probe", 0, np.arange(3, 20, dtype=np.int32), 1)
-    stream = actor.generate.options(num_returns="streaming").remote([request], SamplingConfig(max_new_tokens=16))
+    stream = actor.generate.options(num_returns="streaming").remote(
+        [request], SamplingConfig(max_new_tokens=16)
+    )
     block, _ = (ray.get(ref) for ref in stream)
     return block.row(0)["rollout_log_probs"].tobytes()
 
 
-def test_engines_have_the_policys_weights_after_any_updates_and_restarts(ray_session, settings: list[str]) -> None:
+def test_engines_have_the_policys_weights_after_any_updates_and_restarts(
+    ray_session, settings: list[str]
+) -> None:
     versions = []
 
     def compare(run: Run) -> None:
@@ -41,7 +47,9 @@ def test_engines_have_the_policys_weights_after_any_updates_and_restarts(ray_ses
         while len(engines.fleet.serving) < len(engines.actors):  # a new one starts
             engines.wait([])
         for actor in engines.actors.values():
-            assert ray.get(actor.__ray_call__.remote(lambda self: self._weights.version)) == run.weight_version
+            assert (
+                ray.get(actor.__ray_call__.remote(lambda self: self._weights.version)) == run.weight_version
+            )
             file = ray.get(actor.__ray_call__.remote(lambda self: np.fromfile(self._weights.path, np.uint8)))
             assert checksum(file) == expected
             found = log_probs(actor)

@@ -64,7 +64,9 @@ def scraping(ray_session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def finished(scraping: Prometheus | None, settings: list[str]) -> Run:
-    """Two mini-batches a step and a KL to a reference; `scraping` keeps its answers from the end of the last phase."""
+    """Two mini-batches a step and a KL to a reference; `scraping` keeps its answers from the end of the last
+    phase.
+    """
     last = 'ray_ballast_run_step{run="loop"} == 3 unless on (run) ray_ballast_phase == 1'
     overrides = [*settings, "run.name=loop", "batch.mini_batches=2", "algorithm.loss.kl_coefficient=0.1"]
     overrides += ["policy.optimizer.learning_rate=1e-3"]
@@ -79,17 +81,21 @@ def prometheus(finished: Run, scraping: Prometheus | None) -> Prometheus:
 
 
 def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, settings: list[str]) -> None:
-    """So far ahead that some of the first groups are left for the second step, however many have been replaced.
+    """So far ahead that some of the first groups are left for the second step, however many have been
+    replaced.
 
-    The first step begins 25 groups. Of these it takes 5, and up to the second one at most 3 times 5 are replaced.
-    Log-probs are from before the cut of the sampling, so that ratios to them are 1 at equal weights.
+    The first step begins 25 groups. Of these it takes 5, and up to the second one at most 3 times 5 are
+    replaced. Log-probs are from before the cut of the sampling, so that ratios to them are 1 at equal
+    weights.
     """
     overrides = [*settings, "run.name=ahead", "run.steps=5", "rollout.samples_per_prompt=2"]
     overrides += ["rollout.max_staleness=4", "algorithm.zero_variance_groups=replace"]
     overrides += ["algorithm.max_sampling_rounds=4", "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"]
     run = run_loop(overrides)
     rollout = run.config.rollout
-    schedule = Staleness(run.config.batch.prompts_per_step, rollout.max_staleness, rollout.out_of_order_window)
+    schedule = Staleness(
+        run.config.batch.prompts_per_step, rollout.max_staleness, rollout.out_of_order_window
+    )
     steps, bound = run.outcome.steps, schedule.max_age
     learned = [step["rollout/samples"] > step["rollout/samples_left_out"] for step in steps]
     assert ["policy/loss" in step for step in steps] == learned
@@ -121,12 +127,20 @@ def test_every_step_is_recorded(finished: Run) -> None:
     assert summary["tokens_per_second"] > 0
 
 
-def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished: Run, tmp_path: Path) -> None:
+def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(
+    finished: Run, tmp_path: Path
+) -> None:
     write_trace(tmp_path / "trace.json", trace_events(read_timeline(finished.folder)))
     trace = json.loads((tmp_path / "trace.json").read_text())
     trace_format.check(trace)
     phases = [event["name"] for event in trace_format.slices_of(trace, "driver", "phases")]
-    assert [phases.count(name) for name in ("step", "update", "weights", "validation", "save")] == [3, 3, 3, 2, 1]
+    assert [phases.count(name) for name in ("step", "update", "weights", "validation", "save")] == [
+        3,
+        3,
+        3,
+        2,
+        1,
+    ]
     generated = trace_format.slices_of(trace, "rollout 0", "generate")
     assert sum(event["args"]["samples"] for event in generated if event["args"]["step"]) == 3 * 15 + 4
     loads = trace_format.slices_of(trace, "rollout 0", "weights")
@@ -167,7 +181,10 @@ def test_prometheus_scrapes_the_run_and_answers_the_dashboard(finished: Run, pro
     samples = prometheus.query('ray_ballast_rollout_samples_total{run="loop"}')
     assert [float(sample["value"][1]) for sample in samples] == [45.0]
     for query in (target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]):
-        spec, found = drawn(query), prometheus.query(query.replace("$run", "loop").replace("$__rate_interval", "1m"))
+        spec, found = (
+            drawn(query),
+            prometheus.query(query.replace("$run", "loop").replace("$__rate_interval", "1m")),
+        )
         always = spec.kind is Kind.GAUGE and (spec in SECTIONS[LIVE] or not spec.when)
         assert found or not always or spec.name == "phase/{phase}", query  # at the end no phase is on
 
@@ -194,7 +211,9 @@ def test_prometheus_is_told_of_samples_and_ranks(finished: Run, prometheus: Prom
     steps = finished.outcome.steps
     tokens = told(prometheus, "tokens_total", "phase")
     assert tokens["rollout",] == sum(step["tokens/rollout"] for step in steps)
-    assert told(prometheus, "sample_response_tokens_bucket", "le")["16.0",] == 45  # all are at most max_new_tokens
+    assert (
+        told(prometheus, "sample_response_tokens_bucket", "le")["16.0",] == 45
+    )  # all are at most max_new_tokens
     assert told(prometheus, "sample_generation_seconds_count") == {(): 45}
     rewards = told(prometheus, "sample_reward", "quantile")
     assert rewards["0",] <= steps[-1]["reward/mean"] <= rewards["1",]
@@ -232,7 +251,9 @@ def assert_engine_equals_saved_model(run: Run) -> None:
     """The engine's log-probs of its own last samples are those of the model that the trainer saved."""
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
     for row in range(len(run.proto)):
-        ids, mask, sampled = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs"))
+        ids, mask, sampled = (
+            run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs")
+        )
         with torch.no_grad():
             logits = model(ids[None]).logits[0, :-1]
         log_probs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

@@ -51,14 +51,19 @@ def test_records_have_what_the_reward_asks_for(tmp_path) -> None:
     records = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert len(records) == 5
     for record in records:
-        assert reward(response=record["solution"], solution=record["solution"]) == {"reward": 1.0, "exact_match": 1.0}
+        assert reward(response=record["solution"], solution=record["solution"]) == {
+            "reward": 1.0,
+            "exact_match": 1.0,
+        }
 
 
 @pytest.mark.parametrize(
     ("response", "expected"),
     [("875^562^#521", 1.0), ("875^562^#421", 0.5), ("875^561^#", 0.5 * 7 / 8), ("", 0.0), ("#521", 1.0)],
 )
-def test_reward_is_one_for_the_sum_and_half_the_share_of_working_otherwise(response: str, expected: float) -> None:
+def test_reward_is_one_for_the_sum_and_half_the_share_of_working_otherwise(
+    response: str, expected: float
+) -> None:
     assert reward(response=response, solution="875^562^#521")["reward"] == pytest.approx(expected)
 
 

@@ -38,7 +38,9 @@ class Model(BaseHTTPRequestHandler):
             call = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             said |= {"content": None, "tool_calls": [{"id": "call-1", "type": "function", "function": call}]}
         choice = {"index": 0, "finish_reason": "stop", "message": said}
-        body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": "x", "choices": [choice]})
+        body = json.dumps(
+            {"id": "x", "object": "chat.completion", "created": 0, "model": "x", "choices": [choice]}
+        )
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -99,7 +101,9 @@ def test_its_configuration_is_valid(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name, held_out in (("train", False), ("validation", True)):
         data.write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
         overrides.append(f"data.{name}={tmp_path / name}.jsonl")
-        prompts.append({json.loads(line)["prompt"][0]["content"] for line in (tmp_path / f"{name}.jsonl").open()})
+        prompts.append(
+            {json.loads(line)["prompt"][0]["content"] for line in (tmp_path / f"{name}.jsonl").open()}
+        )
     assert not prompts[0] & prompts[1]
     assert fit.main(["--config", "examples/agent/config.yaml", "--dry-run", *overrides]) == 0
     assert "examples/agent/agent.py:run" in capsys.readouterr().out

@@ -29,7 +29,13 @@ def test_the_calculator_answers_and_then_the_answer_is_graded() -> None:
 
 @pytest.mark.parametrize(
     ("responses", "reward", "asked_rightly"),
-    [(["1694"], 1, 0), (["1693"], 0, 0), (["[738+957]", "1694"], 1, 0), (["[738+956]", "1693"], 0, 1), (["[7+"], 0, 0)],
+    [
+        (["1694"], 1, 0),
+        (["1693"], 0, 0),
+        (["[738+957]", "1694"], 1, 0),
+        (["[738+956]", "1693"], 0, 1),
+        (["[7+"], 0, 0),
+    ],
 )
 def test_only_the_answer_counts_and_a_wrong_question_is_told_apart(
     responses: list[str], reward: float, asked_rightly: float
@@ -52,5 +58,7 @@ def test_the_warm_start_learns_the_policys_turns_alone() -> None:
 def test_held_out_problems_are_never_trained_on(tmp_path: Path) -> None:
     for name, held_out in (("train", False), ("validation", True)):
         data.write(tmp_path / name, 300, seed=0, held_out=held_out)
-    sets = [{json.loads(line)["prompt"] for line in (tmp_path / name).open()} for name in ("train", "validation")]
+    sets = [
+        {json.loads(line)["prompt"] for line in (tmp_path / name).open()} for name in ("train", "validation")
+    ]
     assert not sets[0] & sets[1]

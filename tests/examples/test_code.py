@@ -71,8 +71,15 @@ def test_the_network_is_not_reachable(tools: Any, listeners: list[tuple[int, Any
         with socket.socket(family) as reachable:
             reachable.connect(address)
         code = f"import socket\nsocket.socket({int(family)}).connect({address!r})"
-        assert tools.python(code).splitlines()[-2].split(":")[0] in ("PermissionError", "ConnectionRefusedError")
-    for attempt in ("socket.socket(40, 1)", "socket.socket(16, 3)", "socket.create_connection(('example.com', 80))"):
+        assert tools.python(code).splitlines()[-2].split(":")[0] in (
+            "PermissionError",
+            "ConnectionRefusedError",
+        )
+    for attempt in (
+        "socket.socket(40, 1)",
+        "socket.socket(16, 3)",
+        "socket.create_connection(('example.com', 80))",
+    ):
         assert tools.python(f"import socket\n{attempt}").endswith("[exit code 1]")
 
 
@@ -102,7 +109,9 @@ ATTEMPTS = {
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=list(ATTEMPTS))
-def test_files_processes_and_memory_of_the_machine_are_out_of_reach(tools: Any, tmp_path: Path, attempt: str) -> None:
+def test_files_processes_and_memory_of_the_machine_are_out_of_reach(
+    tools: Any, tmp_path: Path, attempt: str
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     for folder in [tmp_path, *tmp_path.parents[:3]]:
@@ -127,7 +136,9 @@ def test_calls_that_hold_memory_or_reach_into_the_kernel_are_refused(tools: Any)
         *((each[column], 13) for each in CALLS.values()),
         *((each, 38) for each in NEW_CALLS.values()),
     ]:
-        code = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall({number}, 0, 0, 0, 0, 0)"
+        code = (
+            f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall({number}, 0, 0, 0, 0, 0)"
+        )
         assert tools.python(f"{code}\nprint(ctypes.get_errno())") == str(error)
 
 
@@ -145,16 +156,22 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
 
 def test_time_output_and_processes_end(tools: Any) -> None:
     start = time.monotonic()
-    assert tools.run("print(1)", seconds=0.0).endswith("[stopped: took more than 0 s]")  # perhaps before it started
+    assert tools.run("print(1)", seconds=0.0).endswith(
+        "[stopped: took more than 0 s]"
+    )  # perhaps before it started
     assert tools.run("while True: pass", seconds=0.5) == "[stopped: took more than 0.5 s]"
-    assert tools.run("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(60)", seconds=0.5).startswith("[stopped")
+    assert tools.run("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(60)", seconds=0.5).startswith(
+        "[stopped"
+    )
     said = tools.python("while True: print('x' * 10**6)")
     assert len(said) < 2**16 + 99 and said.endswith("[stopped: printed more than 65,536 bytes]")
     assert time.monotonic() - start < 20
     fork = "import os, time\nstarted = 1\ntry:\n    while True:\n        if not os.fork():\n            "
     count = f"{fork}time.sleep(60)\n        started += 1\nexcept OSError:\n    print(started)"
     assert tools.python(count) == str(tools.PROCESSES)
-    assert "stopped" in tools.run("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", 1)
+    assert "stopped" in tools.run(
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", 1
+    )
 
 
 def test_a_program_can_be_stopped_at_any_moment_of_its_start(tools: Any) -> None:
@@ -164,15 +181,16 @@ def test_a_program_can_be_stopped_at_any_moment_of_its_start(tools: Any) -> None
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"]
 
 
-LEAVES = (
-    "import os\nif not os.fork():\n    os.setsid()\n    {closed}os.execv('/usr/bin/env', ['env', 'sleep', '{mark}'])\n"
-)
+LEAVES = "import os\nif not os.fork():\n    os.setsid()\n    {closed}os.execv('/usr/bin/env', ['env', 'sleep', '{mark}'])\n"
 
 
 @pytest.mark.parametrize("closed", ["", "os.closerange(0, 3)\n    "], ids=["open", "closed"])
 def test_no_process_outlives_its_program(tools: Any, closed: str) -> None:
     start, mark = time.monotonic(), f"98765.{os.getpid()}"
-    assert tools.python(LEAVES.format(closed=closed, mark=mark) + "import time; time.sleep(0.3); print('end')") == "end"
+    assert (
+        tools.python(LEAVES.format(closed=closed, mark=mark) + "import time; time.sleep(0.3); print('end')")
+        == "end"
+    )
     assert not left(mark) and time.monotonic() - start < 4
 
 
@@ -243,7 +261,13 @@ def settings(tmp_path: Path) -> list[str]:
     for name, held_out in (("train", False), ("validation", True)):
         write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
     files = [f"data.{name}={tmp_path / name}.jsonl" for name in ("train", "validation")]
-    return ["--config", "examples/code/config.yaml", f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", *files]
+    return [
+        "--config",
+        "examples/code/config.yaml",
+        f"run.dir={tmp_path}",
+        f"model.path={tmp_path / 'model'}",
+        *files,
+    ]
 
 
 def test_its_configuration_is_valid(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:

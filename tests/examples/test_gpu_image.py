@@ -1,4 +1,5 @@
-"""The image for GPU nodes and its list of packages agree with pyproject.toml, with what is tested, and with KubeRay.
+"""The image for GPU nodes and its list of packages agree with pyproject.toml, with what is tested, and with
+KubeRay.
 
 No image is built here: there is neither Docker nor a network in the tests.
 """
@@ -44,7 +45,9 @@ def instructions(name: str) -> list[str]:
 def test_the_list_has_every_dependency_in_a_version_that_is_asked_for() -> None:
     asked = project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["vllm"]
     for requirement in map(Requirement, asked + project()["build-system"]["requires"]):
-        assert requirement.specifier.contains(pins("gpu.txt")[canonicalize_name(requirement.name)]), requirement
+        assert requirement.specifier.contains(pins("gpu.txt")[canonicalize_name(requirement.name)]), (
+            requirement
+        )
 
 
 def test_gpu_nodes_get_the_versions_that_the_tests_run_with() -> None:
@@ -67,7 +70,10 @@ def test_the_image_installs_the_list_and_every_package_of_the_project() -> None:
     sources = [line.split()[:-1] for line in instructions("COPY")]
     copied = {source for line in sources for source in line}
     assert all((ROOT / source).exists() for source in copied)
-    packages = {pattern.removesuffix("*") for pattern in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {
+        pattern.removesuffix("*")
+        for pattern in project()["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
     assert packages | {"pyproject.toml", "requirements/gpu.txt", project()["project"]["readme"]} <= copied
     assert set(project()["project"]["license-files"]) <= copied
     installs = [command for command in instructions("RUN") if "pip install" in command]
@@ -108,8 +114,14 @@ def test_every_page_names_the_same_driver() -> None:
         for path in files
     }
     assert {name: drivers for name, drivers in named.items() if drivers - {"580.65.06"}} == {}
-    launchers = {f"examples/launch/{name}" for name in ("Dockerfile", "kuberay.yaml", "slurm.sh", "ray_cluster.yaml")}
-    assert {name for name, drivers in named.items() if drivers} >= {"README.md", "docs/clusters.md", *launchers}
+    launchers = {
+        f"examples/launch/{name}" for name in ("Dockerfile", "kuberay.yaml", "slurm.sh", "ray_cluster.yaml")
+    }
+    assert {name for name, drivers in named.items() if drivers} >= {
+        "README.md",
+        "docs/clusters.md",
+        *launchers,
+    }
 
 
 def test_no_page_installs_another_torch_or_vllm() -> None:

@@ -1,5 +1,6 @@
-"""The worked placements fit the clusters that their own comments name, and no smaller ones; the launchers' files are
-valid, and what they start passes a dry run."""
+"""The worked placements fit the clusters that their own comments name, and no smaller ones; the launchers'
+files are valid, and what they start passes a dry run.
+"""
 
 import re
 import shlex
@@ -28,7 +29,8 @@ def command_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "eight_gpus" else pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS]
+    "name",
+    [name if name == "eight_gpus" else pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS],
 )
 def test_a_placement_fits_the_memory_that_it_is_for_and_no_quarter_of_it(
     documentation_workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -45,7 +47,10 @@ def test_a_placement_fits_the_memory_that_it_is_for_and_no_quarter_of_it(
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_placement_needs_all_its_gpus_and_no_network(
-    documentation_workspace: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    documentation_workspace: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With an empty hub cache; a run still says what is missing."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(documentation_workspace / "empty"))
@@ -59,7 +64,8 @@ def test_a_placement_needs_all_its_gpus_and_no_network(
     assert re.search("does not fit|without GPUs", capsys.readouterr().err)
     assert main([*command_of(name)[:2], "--dry-run", "resources.device=cuda"]) == 2
     assert (
-        "no such model in the local hub cache. A model of the hub is fetched by `hf download" in capsys.readouterr().err
+        "no such model in the local hub cache. A model of the hub is fetched by `hf download"
+        in capsys.readouterr().err
     )
 
 
@@ -73,7 +79,9 @@ def test_the_page_on_parallelism_has_the_figures_of_its_layouts(
         assert main(command_of(f"experts/{name}")) == 0
         found = capsys.readouterr().out
         ((parts, in_all),) = re.findall(r"policy update: (.+) = (.+)", found)
-        assert rows["an update: states + the pass"][column] == " + ".join(re.findall(r"[a-z] ([\d.]+)", parts))
+        assert rows["an update: states + the pass"][column] == " + ".join(
+            re.findall(r"[a-z] ([\d.]+)", parts)
+        )
         assert rows["in all"][column] == in_all
         (weights,) = re.findall(r"an engine: ([\d.]+) of weights", found)
         assert rows["an engine's weights"][column] == weights
@@ -86,7 +94,9 @@ def commands_in_comments(name: str) -> list[list[str]]:
 
 
 def test_the_ray_job_is_one_that_kuberay_takes(documentation_workspace: Path) -> None:
-    """The keys that the operator's reference demands, GPUs on the workers, and a command that passes a dry run."""
+    """The keys that the operator's reference demands, GPUs on the workers, and a command that passes a dry
+    run.
+    """
     job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert job["spec"]["shutdownAfterJobFinishes"] is True
@@ -99,7 +109,9 @@ def test_the_ray_job_is_one_that_kuberay_takes(documentation_workspace: Path) ->
         (container,) = pod["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"]
         assert container["resources"]["limits"].get("nvidia.com/gpu") == gpus
-        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {
+            volume["name"] for volume in pod["volumes"]
+        }
     assert workers["minReplicas"] == workers["replicas"] == workers["maxReplicas"]
     python, dash_m, module, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert (python, dash_m, module) == ("python", "-m", "controller.fit")

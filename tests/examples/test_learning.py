@@ -17,7 +17,9 @@ SANDBOXED = pytest.mark.skipif(not starts(), reason="needs bubblewrap 0.8 and us
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["agent", pytest.param("code", marks=SANDBOXED)])
 def test_an_example_learns_to_call(tmp_path: Path, name: str) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__"))
+    shutil.copytree(
+        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__")
+    )
     fit = ["controller.fit", "--config", f"examples/{name}/config.yaml", "run.name=learns"]
     for command in ([f"examples.{name}.warm_start"], fit):
         subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, check=True)

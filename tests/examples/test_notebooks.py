@@ -24,7 +24,9 @@ def shown(notebook: nbformat.NotebookNode) -> list[str]:
 def test_balancing_is_looked_at_in_a_notebook(of_a_run: bool, tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOKS / "balancing.ipynb", 4)
     if of_a_run:
-        (tmp_path / "lengths.jsonl").write_text(json.dumps({"step": 1, "lengths": list(range(100, 300))}) + "\n")
+        (tmp_path / "lengths.jsonl").write_text(
+            json.dumps({"step": 1, "lengths": list(range(100, 300))}) + "\n"
+        )
         notebook.cells[1].source = f"RUN = {str(tmp_path)!r}"
     imbalance = ast.literal_eval(shown(executed(notebook, tmp_path))[0])
     assert imbalance["karmarkar_karp"] == min(imbalance.values()) < 0.01

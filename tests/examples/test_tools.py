@@ -17,7 +17,9 @@ PROBLEM = (73, "-", 95)
 
 
 def test_its_configuration_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    create_model(tmp_path / "model", 0, tokenizer(), width=128, layers=2, vocabulary=VOCABULARY, positions=256)
+    create_model(
+        tmp_path / "model", 0, tokenizer(), width=128, layers=2, vocabulary=VOCABULARY, positions=256
+    )
     overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}"]
     for name, held_out in (("train", False), ("validation", True)):
         data.write(tmp_path / f"{name}.jsonl", 300, seed=0, held_out=held_out)
@@ -39,7 +41,8 @@ def test_the_warm_start_learns_the_policys_turns_alone() -> None:
     row = example_row(Renderer(tokens), Example([], record["messages"], {"tools": SCHEMAS}), "record 1")
     learned = tokens.decode(row["input_ids"][row["loss_mask"]])
     turns = [
-        turn.partition("<|im_end|>")[0] for turn in tokens.decode(row["input_ids"]).split("<|im_start|>assistant\n")[1:]
+        turn.partition("<|im_end|>")[0]
+        for turn in tokens.decode(row["input_ids"]).split("<|im_start|>assistant\n")[1:]
     ]
     assert learned.replace("<|im_end|>\n", "<|im_end|>") == "".join(f"{turn}<|im_end|>" for turn in turns)
     assert len(turns) == 2

@@ -21,7 +21,9 @@ def dots_seen(image: Image.Image) -> Counter[str]:
     found: Counter[str] = Counter()
     for x in range(0, image.width, data.CELL):
         for y in range(0, image.height, data.CELL):
-            colours = {colour for _, colour in image.crop((x, y, x + data.CELL, y + data.CELL)).getcolors() or []}
+            colours = {
+                colour for _, colour in image.crop((x, y, x + data.CELL, y + data.CELL)).getcolors() or []
+            }
             found.update(letter for letter, colour in data.COLOURS.items() if colour in colours)
     return found
 
@@ -48,7 +50,9 @@ def test_a_corrupted_answer_still_counts_the_dots_that_it_names(seed: int) -> No
     ("response", "expected"),
     [("RRB=3", 1.0), ("RRB=4", 0.5), ("RB=2", 1 / 3), ("RRGB=4", 3 / 8), ("GGG=3", 0.0), ("", 0.0)],
 )
-def test_reward_is_one_for_the_answer_and_half_the_share_of_dots_otherwise(response: str, expected: float) -> None:
+def test_reward_is_one_for_the_answer_and_half_the_share_of_dots_otherwise(
+    response: str, expected: float
+) -> None:
     assert reward(response, "RRB=3")["reward"] == pytest.approx(expected)
     assert reward("=0", "=0") == {"reward": 1.0, "exact_match": 1.0}
 
@@ -57,7 +61,10 @@ def test_the_warm_start_goes_from_right_answers_to_some_that_miss_dots(tmp_path:
     monkeypatch.setattr(warm_start, "STEPS", 20)
     given = list(warm_start.records(tmp_path / "answers", seed=0))
     drawn = [dots_seen(Image.open(tmp_path / record["images"][0])) for record in given]
-    right = [Counter(record["response"].partition("=")[0]) == dots for record, dots in zip(given, drawn, strict=True)]
+    right = [
+        Counter(record["response"].partition("=")[0]) == dots
+        for record, dots in zip(given, drawn, strict=True)
+    ]
     clean = round(warm_start.CLEAN_SHARE * len(given))
     assert len(given) == 20 * warm_start.BATCH
     assert all(right[:clean])

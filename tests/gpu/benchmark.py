@@ -1,10 +1,12 @@
-"""Training speed on one GPU: model FLOP utilisation, peak memory, tokens/s of Qwen architectures with random weights.
+"""Training speed on one GPU: model FLOP utilisation, peak memory, tokens/s of Qwen architectures with random
+weights.
 
     python -m tests.gpu.benchmark [--sizes 1.5B 4B] [--rows tail context prompt] [--contexts 16384 65536]
                                   [--run RUN_FOLDER] [--output PAGE]
     python -m tests.gpu.benchmark --tiny --device cpu        the same program in a minute on a CPU, to see that it runs
 
-It needs torch, transformers and NumPy, and of this project `workers.model` and `balancing`; rows with LoRA need peft.
+It needs torch, transformers and NumPy, and of this project `workers.model` and `balancing`; rows with LoRA
+need peft.
 
 A step is one mini-batch: forward and backward of its micro-batches, then AdamW. Three kinds of rows:
 
@@ -15,13 +17,14 @@ A step is one mini-batch: forward and backward of its micro-batches, then AdamW.
     one prompt    a group's samples in one micro-batch, with gradient checkpointing: the prompt computed for every
                   sample, or once
 
-and with --run, from the metrics.jsonl of a run of `controller.fit`, what sending weights takes and how far sampler and
-trainer are apart. Model FLOPs of a step (Chowdhery et al. 2022, appendix B; Q heads times head dimension):
+and with --run, from the metrics.jsonl of a run of `controller.fit`, what sending weights takes and how far
+sampler and trainer are apart. Model FLOPs of a step (Chowdhery et al. 2022, appendix B; Q heads times head
+dimension):
 
     6 N tokens + 6 layers Q sum_i L_i^2       N weights in matrix products, L_i^2 halved by causality
 
-With adapters 4 N tokens: frozen matrices get no gradient. Neither padding nor recomputation counts as model FLOPs, and
-a prompt that is computed once counts once; tokens/s are of the samples, prompts included.
+With adapters 4 N tokens: frozen matrices get no gradient. Neither padding nor recomputation counts as model
+FLOPs, and a prompt that is computed once counts once; tokens/s are of the samples, prompts included.
 """
 
 import argparse
@@ -61,7 +64,8 @@ SIZES = {
 }
 HEADS = {"tiny": (4, 2), "0.5B": (14, 2), "1.5B": (12, 2), "4B": (32, 8)}  # query heads, key-value heads
 FAMILIES = {"4B": Qwen3Config}  # Qwen2 otherwise
-# Dense bf16 peaks without sparsity, in TFLOP/s, from the makers' data sheets; matched in the name of the card.
+# Dense bf16 peaks without sparsity, in TFLOP/s, from the makers' data sheets; matched in the name of the
+# card.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10G": 70, "RTX 4090": 165}
 CONTEXT_SEQUENCES = 4
 ALL_AT_ONCE = 2**40  # more tokens than any micro-batch: all its logits exist at one time
@@ -85,7 +89,8 @@ GROUPS = (Group(512, 64, 16), Group(1024, 1024, 8), Group(8192, 1024, 8))
 
 @dataclass(frozen=True)
 class Way:
-    """lora_rank: 0 trains the whole model. context: tokens of every sequence; 0 is the long tail, or a group's.
+    """lora_rank: 0 trains the whole model. context: tokens of every sequence; 0 is the long tail, or a
+    group's.
 
     shares: the group's prompt is computed once.
     """
@@ -105,7 +110,9 @@ class Way:
             shape = f"prompt {group.prompt:,}, {group.samples} responses of {group.response:,}"
             return f"{shape}, computed {'once' if self.shares else f'{group.samples} times'}"
         if not self.context:
-            return f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
+            return (
+                f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
+            )
         parts = [f"{self.context:,} tokens", f"LoRA {self.lora_rank}" if self.lora_rank else "whole model"]
         return ", ".join(parts + ["compiled"] * self.compiled + ["offloaded"] * self.offloaded)
 
@@ -187,7 +194,9 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
         path=str(folder),
         dtype="bfloat16",
         layout=way.layout,
-        gradient_checkpointing="full" if checkpointing or way.context > 0 or way.group is not None else "none",
+        gradient_checkpointing="full"
+        if checkpointing or way.context > 0 or way.group is not None
+        else "none",
         share_prefixes="auto" if way.shares else "never",
         activation_offload=way.offloaded,
         compile="auto" if way.compiled else "never",
@@ -213,7 +222,9 @@ def measure(engine: TrainingEngine, way: Way, batch: DataProto, plan: RankPlan, 
     return Measurement(median(taken[1:]), peak, sum(lengths), model_flops(engine, way, lengths))
 
 
-def measure_way(folder: Path, way: Way, lengths: list[int], arguments: argparse.Namespace) -> Measurement | None:
+def measure_way(
+    folder: Path, way: Way, lengths: list[int], arguments: argparse.Namespace
+) -> Measurement | None:
     """None where the GPU's memory does not suffice."""
     max_tokens = sum(lengths) if way.group else max(arguments.max_tokens, max(lengths))
     plan = plan_batch(lengths, ranks=1, max_tokens=max_tokens, layout=way.layout).for_rank(0)
@@ -242,12 +253,19 @@ def row_of(size: str, way: Way, found: Measurement | None, peak_tflops: float | 
 
 
 def run_lines(folder: Path) -> Iterator[str]:
-    """Of a run of `controller.fit`: medians over its steps, the first left out, in which everything starts."""
+    """Of a run of `controller.fit`: medians over its steps, the first left out, in which
+    everything starts.
+    """
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     yield f"\nRun `{folder.name}`, medians of its steps after the first:\n"
     yield "| metric | value |"
     yield "| --- | --- |"
-    for name in ("time/weights_s", "time/step_s", "policy/rollout_mismatch_mean", "policy/rollout_mismatch_max"):
+    for name in (
+        "time/weights_s",
+        "time/step_s",
+        "policy/rollout_mismatch_mean",
+        "policy/rollout_mismatch_max",
+    ):
         values = [step[name] for step in steps if name in step][1:]
         yield f"| `{name}` | {f'{median(values):.4g}' if values else 'not measured'} |"
 
@@ -257,7 +275,9 @@ def known_peak(card: str) -> float | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5B", "4B"])
     parser.add_argument(
         "--contexts", nargs="*", type=int, default=[16_384, 65_536], help="tokens of rows with one context"
@@ -266,12 +286,16 @@ def parse_arguments() -> argparse.Namespace:
         "--rows", nargs="+", choices=("tail", "context", "prompt"), default=["tail", "context", "prompt"]
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences, to see that it runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model and short sequences, to see that it runs"
+    )
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=LONGEST, help="cap of a micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of the card, where it is not known here")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="dense bf16 peak of the card, where it is not known here"
+    )
     parser.add_argument("--run", type=Path, help="folder of a run, for weight transfer and mismatch")
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
@@ -290,10 +314,10 @@ def main() -> None:
     lengths = long_tail_lengths(arguments.sequences, *shape)
     lines = [
         f"# {card}, torch {torch.__version__}, transformers {transformers.__version__}\n",
-        f"{arguments.sequences} sequences of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all; "
-        f"micro-batches of at most {arguments.max_tokens:,}; bf16 over float32 parameters; gradient checkpointing "
-        f"{'on' if arguments.gradient_checkpointing else 'off'}, in rows of one context or prompt on; "
-        f"dense bf16 peak {peak_tflops or 'unknown'} TFLOP/s.\n",
+        f"{arguments.sequences} sequences of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} "
+        f"in all; micro-batches of at most {arguments.max_tokens:,}; bf16 over float32 parameters; gradient "
+        f"checkpointing {'on' if arguments.gradient_checkpointing else 'off'}, in rows of one context or "
+        f"prompt on; dense bf16 peak {peak_tflops or 'unknown'} TFLOP/s.\n",
         "| size | way | tokens/s | model FLOP utilisation | peak GiB |",
         "| --- | --- | --- | --- | --- |",
     ]

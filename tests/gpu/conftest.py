@@ -1,4 +1,6 @@
-"""The device of a test: a CPU in `make test`, so that the bodies are executed without a GPU, and CUDA with `-m gpu`."""
+"""The device of a test: a CPU in `make test`, so that the bodies are executed without a GPU, and CUDA with
+`-m gpu`.
+"""
 
 import pytest
 import torch

@@ -31,17 +31,28 @@ def on_cuda(backend: str) -> object:
     return pytest.param(backend, torch.device("cuda"), marks=NEEDS_CUDA, id=f"{backend} on cuda")
 
 
-KERNELS = [pytest.param("sdpa", torch.device("cpu"), id="sdpa on cpu"), *(on_cuda(backend) for backend in BACKENDS)]
+KERNELS = [
+    pytest.param("sdpa", torch.device("cpu"), id="sdpa on cpu"),
+    *(on_cuda(backend) for backend in BACKENDS),
+]
 
 
 def row_of(lengths: tuple[int, ...]) -> PackedRow:
-    return pack(DataProto.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
+    return pack(
+        DataProto.from_list(
+            [{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]
+        )
+    )
 
 
 def inputs(tokens: int, sinks: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same numbers on every device, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (1, HEADS, tokens, DIM), "key": (1, PAIRS, tokens, DIM), "value": (1, PAIRS, tokens, DIM)}
+    shapes = {
+        "query": (1, HEADS, tokens, DIM),
+        "key": (1, PAIRS, tokens, DIM),
+        "value": (1, PAIRS, tokens, DIM),
+    }
     shapes |= {"sinks": (HEADS,)} if sinks else {}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     return {name: tensor.to(device, dtype).requires_grad_() for name, tensor in drawn.items()}
@@ -77,7 +88,9 @@ def skip_unless_runnable(backend: str, device: torch.device, dtype: torch.dtype,
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_a_kernel_gives_what_all_scores_at_once_give(backend, dtype, case, device):
     features = CASES[case]
-    skip_unless_runnable(backend, device, dtype, {"sliding_window" if name == "window" else name for name in features})
+    skip_unless_runnable(
+        backend, device, dtype, {"sliding_window" if name == "window" else name for name in features}
+    )
     tensors = inputs(sum(LENGTHS), "sinks" in features, device, dtype)
     exact = {name: tensor.detach().cpu().double().requires_grad_() for name, tensor in tensors.items()}
     given = {name: features[name] for name in ("window", "softcap") if name in features}
@@ -94,8 +107,9 @@ def test_a_kernel_gives_what_all_scores_at_once_give(backend, dtype, case, devic
 
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_memory_with_sinks_is_not_that_of_all_scores(backend, device):
-    """16,384 tokens and 8 heads: 8 GiB of scores in float32, and again in the backward pass. On a CPU, which nobody
-    asks for its peak, a shorter row only runs."""
+    """16,384 tokens and 8 heads: 8 GiB of scores in float32, and again in the backward pass. On a CPU, which
+    nobody asks for its peak, a shorter row only runs.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     skip_unless_runnable(backend, device, dtype, {"sinks"})
     tokens = 16_384 if device.type == "cuda" else 512

@@ -20,7 +20,12 @@ def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
     lengths, generator = [64, 256, 128], torch.Generator(CUDA).manual_seed(0)
     half, whole = Segments.of(lengths, CUDA), Segments.of([2 * length for length in lengths], CUDA)
     block = Block(half, half, causal=False)
-    shapes = [(sum(lengths), 4, 64), (2 * sum(lengths), 2, 64), (2 * sum(lengths), 2, 64), (sum(lengths), 4, 64)]
+    shapes = [
+        (sum(lengths), 4, 64),
+        (2 * sum(lengths), 2, 64),
+        (2 * sum(lengths), 2, 64),
+        (sum(lengths), 4, 64),
+    ]
     query, key, value, grad = (
         torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16) for shape in shapes
     )

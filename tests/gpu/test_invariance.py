@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
+from tests.workers.model.tiny import (
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+    tiny_config,
+    unpacked_log_probs,
+)
 from workers.batch.dataproto import DataProto
 from workers.batch.metrics import results
 from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
@@ -33,19 +39,27 @@ FAMILIES = ["qwen2", "qwen3", "llama", "mistral windowed", "gemma", "gemma3", "q
 def random_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     """The same weights for every dtype, rounded to it. Heads of 16: the kernels want multiples of 8."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(family, head_dim=16), dtype=torch.float32).to(CUDA, dtype)
+    return AutoModelForCausalLM.from_config(tiny_config(family, head_dim=16), dtype=torch.float32).to(
+        CUDA, dtype
+    )
 
 
 def gradients_of(model: PreTrainedModel, log_probs: Tensor) -> dict[str, Tensor]:
     weights = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(1)).to(log_probs)
     (weights * log_probs).sum().backward()
-    return {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.float()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def unpacked(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
     model = copy.deepcopy(model)
     outputs = unpacked_log_probs(model, sequences.to(CUDA))
-    log_probs = torch.cat([log_probs.float() for log_probs, _ in outputs])[sequences.tokens["loss_mask"].to(CUDA)]
+    log_probs = torch.cat([log_probs.float() for log_probs, _ in outputs])[
+        sequences.tokens["loss_mask"].to(CUDA)
+    ]
     return log_probs, gradients_of(model, log_probs)
 
 
@@ -53,7 +67,9 @@ def packed(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[s
     module, row = packed_causal_lm(copy.deepcopy(model), ModelConfig()), pack(sequences)
     backend = choose_backend("auto", CUDA, next(model.parameters()).dtype, module.required_features)
     attention = packed_attention(backend, row, CUDA)
-    read = {name: getattr(row, name).to(CUDA) for name in ("input_ids", "position_ids", "predicting", "targets")}
+    read = {
+        name: getattr(row, name).to(CUDA) for name in ("input_ids", "position_ids", "predicting", "targets")
+    }
     log_probs, _ = module(replace(row, attention=attention, **read), 1.0)
     return log_probs, gradients_of(module.model, log_probs)
 

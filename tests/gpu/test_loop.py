@@ -1,7 +1,8 @@
-"""A whole run on GPUs: engines asleep and awake, weights by ipc (colocated) and nccl (apart), log-probs of both sides.
+"""A whole run on GPUs: engines asleep and awake, weights by ipc (colocated) and nccl (apart), log-probs of
+both sides.
 
-It needs everything: vLLM and Ray, one GPU for `colocated`, two for `apart`. On a CPU the same run goes through shared
-memory.
+It needs everything: vLLM and Ray, one GPU for `colocated`, two for `apart`. On a CPU the same run goes
+through shared memory.
 """
 
 import pytest
@@ -13,8 +14,9 @@ pytest.importorskip("ray", reason="Ray is not installed: the loop is not run")
 pytest.importorskip("vllm", reason="vLLM is not installed: no weights are sent")
 
 MOST_MISMATCH = 1e-3
-"""Mean difference of log-probs, in nats and in float32 on both sides: 1e-6 on a CPU, while one optimiser step at the
-learning rate below moves those of this model by tenths (0.66 with a supervised loss)."""
+"""Mean difference of log-probs, in nats and in float32 on both sides: 1e-6 on a CPU, while one optimiser step
+at the learning rate below moves those of this model by tenths (0.66 with a supervised loss).
+"""
 
 
 def on_gpus(placement: str, gpus: int) -> object:
@@ -24,7 +26,9 @@ def on_gpus(placement: str, gpus: int) -> object:
 
 
 def overrides_of(placement: str) -> list[str]:
-    """One rank and one engine; two mini-batches, so that the policy's own log-probs are computed and compared."""
+    """One rank and one engine; two mini-batches, so that the policy's own log-probs are computed and
+    compared.
+    """
     common = [
         f"run.name={placement}",
         "policy.data_parallel=1",
@@ -34,8 +38,14 @@ def overrides_of(placement: str) -> list[str]:
     ]
     if placement == "shared_memory":
         return [*common, "resources.device=cpu"]  # also on a machine with a GPU
-    # Colocated, every step puts the engine to sleep (its memory is the policy's) and wakes it with new weights.
-    return [*common, "resources.device=cuda", f"rollout.placement={placement}", "rollout.gpu_memory_utilization=0.3"]
+    # Colocated, every step puts the engine to sleep (its memory is the policy's) and wakes it with new
+    # weights.
+    return [
+        *common,
+        "resources.device=cuda",
+        f"rollout.placement={placement}",
+        "rollout.gpu_memory_utilization=0.3",
+    ]
 
 
 @pytest.mark.parametrize(

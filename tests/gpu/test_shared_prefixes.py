@@ -19,7 +19,9 @@ DIM, BFLOAT16_ERROR = 64, 2e-2
 
 
 def stairs(depth: int) -> DataProto:
-    """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that one."""
+    """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that
+    one.
+    """
     rows = [torch.arange(20) for _ in range(depth + 1)]
     for index, row in enumerate(rows[1:], start=1):
         row[:] = rows[index - 1]

@@ -1,6 +1,7 @@
 """Compiling, activation offload and the memory of an update, through the engine.
 
-It needs torch, transformers and pytest; the comparison with the simulated GPU also `controller` and OmegaConf.
+It needs torch, transformers and pytest; the comparison with the simulated GPU also `controller` and
+OmegaConf.
 """
 
 import gc
@@ -60,7 +61,9 @@ def test_offloaded_activations_change_nothing(path, device):
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32_000}
-"""170 million parameters: large enough that what is not counted (workspaces, fragments) is small beside it."""
+"""170 million parameters: large enough that what is not counted (workspaces, fragments) is small
+beside it.
+"""
 
 
 def update_peak(path: str, device: torch.device, micro_batches: int, length: int, **model: object) -> float:
@@ -105,4 +108,6 @@ def test_an_update_takes_what_was_measured_however_many_micro_batches_it_has(tmp
     if device.type == "cuda":
         expected = simulated(path, length, **settings)
         assert 0.8 * expected < two <= expected / 0.9  # a tenth is left free for what is not counted
-        assert four == pytest.approx(two, rel=0.05)  # gradients that wait for the last micro-batch would add up
+        assert four == pytest.approx(
+            two, rel=0.05
+        )  # gradients that wait for the last micro-batch would add up

@@ -1,4 +1,5 @@
-"""Draws of what users and accidents put into a command: values, settings, files and arguments, near to valid ones.
+"""Draws of what users and accidents put into a command: values, settings, files and arguments, near to valid
+ones.
 
 a folder in which every command works --one to three things broken--> Draw(files, command, arguments)
 """
@@ -18,7 +19,24 @@ from controller.config.offline import PreferencesConfig, RewardTrainingConfig, S
 
 ANY_CHARACTER = st.characters()  # lone surrogates too
 ODD_TEXTS = (
-    *("", " ", ".", "..", "/", "~", "-", "--", "=", "None", "null", "nan", "???", "${run.seed}", "${run.seed", "a:b"),
+    *(
+        "",
+        " ",
+        ".",
+        "..",
+        "/",
+        "~",
+        "-",
+        "--",
+        "=",
+        "None",
+        "null",
+        "nan",
+        "???",
+        "${run.seed}",
+        "${run.seed",
+        "a:b",
+    ),
     *(
         "\x00",
         "\n",
@@ -36,10 +54,38 @@ ODD_TEXTS = (
         "[a]",
         "%s",
     ),
-    *("model", "train.jsonl", "sft.jsonl", "config.yaml", "reward.py:reward", "reward.py", "auto", "runs/done"),
+    *(
+        "model",
+        "train.jsonl",
+        "sft.jsonl",
+        "config.yaml",
+        "reward.py:reward",
+        "reward.py",
+        "auto",
+        "runs/done",
+    ),
 )
 DEEP = b"[" * 100_000 + b"]" * 100_000  # as libyaml's stack overflows, and PyYAML takes minutes
-ODD_NUMBERS = (0, -1, 1, 2, 3, 7, 64, 10**4, 2**31, 2**53, 2**63, 10**30, -(10**30), 1e-320, 0.5, 1e16, 1e308, -1e308)
+ODD_NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    64,
+    10**4,
+    2**31,
+    2**53,
+    2**63,
+    10**30,
+    -(10**30),
+    1e-320,
+    0.5,
+    1e16,
+    1e308,
+    -1e308,
+)
 TEXTS = st.sampled_from(ODD_TEXTS) | st.text(ANY_CHARACTER, max_size=8)
 NUMBERS = st.sampled_from(ODD_NUMBERS) | st.integers() | st.floats()
 VALUES: SearchStrategy[Any] = st.recursive(
@@ -104,7 +150,9 @@ def of_yaml(draw: st.DrawFn, contents: dict[str, bytes]) -> Draw:
 
 
 @st.composite
-def of_files(draw: st.DrawFn, contents: dict[str, bytes], uses: Sequence[tuple[str, tuple[str, ...]]]) -> Draw:
+def of_files(
+    draw: st.DrawFn, contents: dict[str, bytes], uses: Sequence[tuple[str, tuple[str, ...]]]
+) -> Draw:
     """Files that the commands read. uses: commands with their arguments."""
     command, arguments = draw(st.sampled_from(list(uses)))
     names = draw(st.lists(st.sampled_from(sorted(contents)), min_size=1, max_size=2, unique=True))
@@ -117,7 +165,18 @@ def of_arguments(draw: st.DrawFn, uses: Sequence[tuple[str, tuple[str, ...]]]) -
     command, arguments = draw(st.sampled_from(list(uses)))
     words = list(arguments)
     odd = st.sampled_from(
-        ("--trust-run", "--step", "--steps", "--output", "--config", "--all", "--prompts", "--model", "-1", "3-5")
+        (
+            "--trust-run",
+            "--step",
+            "--steps",
+            "--output",
+            "--config",
+            "--all",
+            "--prompts",
+            "--model",
+            "-1",
+            "3-5",
+        )
     )
     for _ in range(draw(st.integers(0, 3))):
         place = draw(st.integers(0, len(words)))
@@ -130,7 +189,11 @@ def broken(name: str, content: bytes) -> SearchStrategy[bytes | None]:
     """The file with bytes, lines or values changed, or without it."""
     ways: list[SearchStrategy[Any]] = [damaged(content), st.none(), st.just(DEEP)]
     if name.endswith((".jsonl", ".json")):
-        lines = [json.loads(line) for line in (content.split(b"\n") if name.endswith(".jsonl") else [content]) if line]
+        lines = [
+            json.loads(line)
+            for line in (content.split(b"\n") if name.endswith(".jsonl") else [content])
+            if line
+        ]
         ways += [changed_lines(lines)] * 6
     return st.one_of(ways)
 

@@ -1,7 +1,7 @@
 """Whatever a user gives: every command ends with 0, or with 1 or 2 and one line. Nothing is a traceback.
 
-Commands run in this process, up to where something would be started. Users' code and chat templates, which are tried
-in processes of their own, and the numerics of a model, which take a second each, have stand-ins.
+Commands run in this process, up to where something would be started. Users' code and chat templates, which
+are tried in processes of their own, and the numerics of a model, which take a second each, have stand-ins.
 """
 
 import io
@@ -56,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("hostile")
     write_workspace(folder)
     (folder / "sft.yaml").write_text(
-        "run: {name: sft}\nmodel: {path: model}\ndata: {train: sft.jsonl, max_tokens: 64}\nresources: {device: cpu}\n"
+        "run: {name: sft}\nmodel: {path: model}\ndata: {train: sft.jsonl, max_tokens: 64}\nresources: "
+        "{device: cpu}\n"
     )
     (folder / "preferences.yaml").write_text((folder / "sft.yaml").read_text().replace("sft", "preferences"))
     (folder / "sft.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 3)
@@ -87,7 +88,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for module in ("lifecycle.session", "replay"):
         patch.setattr(f"controller.{module}.check_cluster", _nothing)
     patch.setattr("ballast.replay.__main__.run", _nothing)
-    patch.setattr("ballast.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None)
+    patch.setattr(
+        "ballast.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None
+    )
     yield folder
     patch.undo()
 
@@ -122,7 +125,9 @@ def ends_well(folder: Path, draw: Draw) -> None:
 def has_one_line_a_problem(said: str) -> bool:
     """Independent problems come together, each in one line and without characters that steer a terminal."""
     *lines, last = said.split("\n")
-    return bool(lines) and not last and all(line.startswith("error: ") and line.isprintable() for line in lines)
+    return (
+        bool(lines) and not last and all(line.startswith("error: ") and line.isprintable() for line in lines)
+    )
 
 
 def _code(main: Callable[[Any], int | None], draw: Draw) -> Any:
@@ -171,7 +176,9 @@ def test_every_command_ends_well_on_many_draws(folder: Path, kind: str) -> None:
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize(("command", "arguments"), [*TRAINING, *READING, *DOCTOR])
-def test_the_folder_is_one_in_which_every_command_works(folder: Path, command: str, arguments: tuple[str, ...]) -> None:
+def test_the_folder_is_one_in_which_every_command_works(
+    folder: Path, command: str, arguments: tuple[str, ...]
+) -> None:
     """Otherwise all draws would be refused for the same reason."""
     Path("trace.json").unlink(missing_ok=True)  # a draw before may have written it
     assert _code(main_of(COMMANDS[command]), Draw(command, arguments, {})) == 0

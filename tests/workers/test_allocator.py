@@ -1,4 +1,6 @@
-"""What training ranks set of torch's CUDA allocator. The simulated transfers have more, see `rollout.stand_ins`."""
+"""What training ranks set of torch's CUDA allocator. The simulated transfers have more, see
+`rollout.stand_ins`.
+"""
 
 import pytest
 

@@ -122,7 +122,9 @@ PAIRS = [
     ("2m", r"\boxed{2}", 1, "1000"),
     ("4", r"so \boxed{3}. Then \boxed{4}", 1, "0111"),
     ("7", r"\(\boxed{7}\)", 1, "1111"),
-    ("10455", r"first \boxed{200}. Final Answer: The final answer is $10455$. I hope it is correct.", 1, "1001"),
+    ((
+        "10455"
+    ), r"first \boxed{200}. Final Answer: The final answer is $10455$. I hope it is correct.", 1, "1001"),
     ("ABCD", r"\boxed{ABCD}", 1, "1111"),
     (r"1-\frac{1}{e}", r"\boxed{1+\frac{1}{e}}", 0, "0000"),
     ("7,425,000", r"\boxed{7425000}", 1, "1001"),
@@ -139,7 +141,9 @@ DISAGREE = {
     ("3 million", r"\boxed{3000000}"),
     (r"0.\overline{3}", r"\boxed{\frac{1}{3}}"),
 }
-"""Pairs on which the reward is wrong, by place: sentences without a box, and forms that math-verify does not read."""
+"""Pairs on which the reward is wrong, by place: sentences without a box, and forms that math-verify does not
+read.
+"""
 
 
 @pytest.mark.parametrize("place", range(len(PAIRS)))
@@ -154,10 +158,23 @@ def test_no_other_grader_is_right_more_often() -> None:
 
 
 KINDS = {
-    "signs": [("-5", "\\boxed{–5}"), ("€45", "\\boxed{45}"), ("½", r"\boxed{\frac12}"), ("x²", r"\boxed{x^2}")],
+    "signs": [
+        ("-5", "\\boxed{–5}"),
+        ("€45", "\\boxed{45}"),
+        ("½", r"\boxed{\frac12}"),
+        ("x²", r"\boxed{x^2}"),
+    ],
     "roots": [("√2", r"\boxed{\sqrt{2}}"), ("3√(10)", r"\boxed{3\sqrt{10}}"), ("60˚", r"\boxed{60}")],
-    "thousands": [("12345", r"\boxed{12\,345}"), ("12345", r"\boxed{12\ 345}"), ("1000000", r"\boxed{1{,}000{,}000}")],
-    "numbers": [("2 1/2", r"\boxed{2\frac{1}{2}}"), ("1.5e-3", r"\boxed{0.0015}"), ("12.5", r"\boxed{12.5\%}")],
+    "thousands": [
+        ("12345", r"\boxed{12\,345}"),
+        ("12345", r"\boxed{12\ 345}"),
+        ("1000000", r"\boxed{1{,}000{,}000}"),
+    ],
+    "numbers": [
+        ("2 1/2", r"\boxed{2\frac{1}{2}}"),
+        ("1.5e-3", r"\boxed{0.0015}"),
+        ("12.5", r"\boxed{12.5\%}"),
+    ],
     "ends": [("7", r"\boxed{7.}"), ("**7**", r"\boxed{7}"), ("7.", r"\boxed{7}")],
     "tags": [("7", "<think>a</think><answer>7</answer>"), ("7", "答案：7")],
     "texts": [("10 cm^2", r"\boxed{10\text{ cm}^2}"), ("June 5", r"\boxed{\text{June }5}"), ("Yes", "Yes.")],
@@ -167,7 +184,12 @@ KINDS = {
         (r"\emptyset", r"\boxed{\varnothing}"),
     ],
     "choices": [("C", r"\boxed{C. 5}"), ("(C) 5", r"\boxed{C}"), (r"\textbf{(D)}\ 12", r"\boxed{12}")],
-    "choices in sentences": [("D", "The answer is (D)."), ("D", "**D**"), ("D", "D."), ("A", "The answer is A")],
+    "choices in sentences": [
+        ("D", "The answer is (D)."),
+        ("D", "**D**"),
+        ("D", "D."),
+        ("A", "The answer is A"),
+    ],
 }
 """Right answers in notations that math-verify does not read, or takes for something else."""
 WRONG = [
@@ -204,7 +226,9 @@ def test_numbers_and_lists_of_one_are_read_as_texts(answer: object, text: str) -
     assert math(r"\boxed{-77}", answer)["reward"] == 0
 
 
-@pytest.mark.parametrize("answer", [None, "", " ", [], ["1", "2"], {"a": 1}, True, float("nan"), float("inf"), [None]])
+@pytest.mark.parametrize(
+    "answer", [None, "", " ", [], ["1", "2"], {"a": 1}, True, float("nan"), float("inf"), [None]]
+)
 def test_another_type_of_answer_is_refused_by_name(answer: object) -> None:
     with pytest.raises(DataError, match="answer="):
         math(r"\boxed{1}", answer)
@@ -214,12 +238,18 @@ def test_another_type_of_answer_is_refused_by_name(answer: object) -> None:
     "answer", ["1, 2", "y = 2x + 3", "3:2", "n=3k", r"\frac{1}{2}", "no solution", "(1, 2]", "x>3"]
 )
 @pytest.mark.parametrize("write", [str, r"\boxed{{{}}}".format, "${}$".format, "<think>7</think>\n{}".format])
-@pytest.mark.parametrize("space", [lambda text: text, lambda text: text.replace(" ", "  "), lambda text: f" {text} "])
-def test_an_answer_equals_itself(answer: str, write: Callable[[str], str], space: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(
+    "space", [lambda text: text, lambda text: text.replace(" ", "  "), lambda text: f" {text} "]
+)
+def test_an_answer_equals_itself(
+    answer: str, write: Callable[[str], str], space: Callable[[str], str]
+) -> None:
     assert math(write(space(answer)), answer)["reward"] == 1
 
 
-@pytest.mark.parametrize(("opens", "closes"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("", "</think>")])
+@pytest.mark.parametrize(
+    ("opens", "closes"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("", "</think>")]
+)
 def test_boxes_in_thoughts_do_not_answer(opens: str, closes: str) -> None:
     thought = rf"{opens} maybe \boxed{{3}} {closes}"
     assert math(rf"{thought} \boxed{{4}}", "4")["reward"] == 1
@@ -229,7 +259,9 @@ def test_boxes_in_thoughts_do_not_answer(opens: str, closes: str) -> None:
 
 @pytest.mark.parametrize("between", ["answer is ", "<answer>", " ", "$", ", ", ",\\quad ", "{", "a "])
 def test_long_texts_between_boxes_are_read_in_linear_time(between: str) -> None:
-    response = rf"\boxed{{3}},{between * 30_000}. \boxed{{4}}"  # above a minute where it is tried anew at each place
+    response = (
+        rf"\boxed{{3}},{between * 30_000}. \boxed{{4}}"  # above a minute where it is tried anew at each place
+    )
     assert math(response, "4")["reward"] == 1
 
 

@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.network import GLOO, NCCL, interface_of, nccl_files, socket_variables, use_rays_interface, variables_in
+from workers.network import (
+    GLOO,
+    NCCL,
+    interface_of,
+    nccl_files,
+    socket_variables,
+    use_rays_interface,
+    variables_in,
+)
 
 NODE = {
     "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],

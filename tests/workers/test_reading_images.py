@@ -113,7 +113,9 @@ SIDES = st.integers(1, 400)
 
 
 @given(SIDES, SIDES, st.integers(0, 2000), st.integers(2001, 50_000))
-def test_resized_images_have_the_pixels_that_were_asked_for(width: int, height: int, least: int, most: int) -> None:
+def test_resized_images_have_the_pixels_that_were_asked_for(
+    width: int, height: int, least: int, most: int
+) -> None:
     found = resized(PIL.Image.new("RGB", (width, height)), least, most)
     pixels = found.width * found.height
     assert pixels <= most

@@ -1,4 +1,6 @@
-"""Messages in the forms of data files, rendered by every stock chat template: nothing doubly encoded, nothing lost."""
+"""Messages in the forms of data files, rendered by every stock chat template: nothing doubly encoded, nothing
+lost.
+"""
 
 import json
 from typing import Any
@@ -68,7 +70,9 @@ def test_arguments_that_are_no_json_are_refused_by_record() -> None:
 
 
 def test_nulls_of_arrow_are_dropped_from_calls() -> None:
-    assert without_nulls([{"arguments": {"a": 1, "b": None, "c": [None]}}]) == [{"arguments": {"a": 1, "c": [None]}}]
+    assert without_nulls([{"arguments": {"a": 1, "b": None, "c": [None]}}]) == [
+        {"arguments": {"a": 1, "c": [None]}}
+    ]
 
 
 @pytest.mark.parametrize("prompt", [" ", "\n\t "])

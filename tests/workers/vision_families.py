@@ -1,9 +1,11 @@
-"""Tiny random models of families that see images, with processors, tokenizers and chat templates, by no download.
+"""Tiny random models of families that see images, with processors, tokenizers and chat templates, by no
+download.
 
     path = vision_model("qwen2_5_vl")                # a session's fixture: built once, do not write into it
     prompt = f"How many?{PLACEHOLDERS['qwen2_5_vl']}"  # an image, as the family's chat template writes it
 
-Tokenizers have the 256 bytes and the special tokens, one token a byte. Vocabularies are larger than tokenizers.
+Tokenizers have the 256 bytes and the special tokens, one token a byte. Vocabularies are larger than
+tokenizers.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +31,12 @@ TEXT = {
     "vocab_size": 320,
     "max_position_embeddings": 4096,
 }
-TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}  # of a ViT
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # of a ViT
 MERGING = {"num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}  # of a Qwen or GLM tower
 SIZES = ((84, 56), (56, 112), (64, 64))  # of `pictures`, width and height
 EXACT = (
@@ -95,7 +102,9 @@ def save_tiny_vision_model(family: str, folder: Path, **overrides: Any) -> Path:
 
 def _name_as_published(file: Path) -> None:
     """Name a CLIP tower as LLaVA's files do. Transformers reads both names, vLLM only these."""
-    weights = {name.replace("tower.", "tower.vision_model."): weight for name, weight in load_file(file).items()}
+    weights = {
+        name.replace("tower.", "tower.vision_model."): weight for name, weight in load_file(file).items()
+    }
     save_file(weights, file, {"format": "pt"})
 
 
@@ -109,12 +118,16 @@ def byte_tokenizer(extra: Iterable[str] = (), named: dict[str, str] | None = Non
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *extra, *named.values()]
     bytewise.add_special_tokens(list(dict.fromkeys(specials)))
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    return hf.PreTrainedTokenizerFast(tokenizer_object=bytewise, extra_special_tokens=named, **ends, **settings)
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, extra_special_tokens=named, **ends, **settings
+    )
 
 
 def _text(tokenizer: Any, **settings: Any) -> dict[str, Any]:
     pad = tokenizer.pad_token_id
-    return TEXT | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad, "bos_token_id": pad} | settings
+    return (
+        TEXT | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad, "bos_token_id": pad} | settings
+    )
 
 
 def _chat(family: str) -> str:
@@ -162,8 +175,19 @@ def _glm4v(family: str) -> Built:
     tokenizer = byte_tokenizer(names)
     keys = ("image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id")
     keys += ("video_start_token_id", "video_end_token_id")
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "partial_rotary_factor": 1.0}
-    tower = {"depth": 2, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64, "image_size": 112}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+        "partial_rotary_factor": 1.0,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "image_size": 112,
+    }
     config = hf.Glm4vConfig(
         text_config=_text(tokenizer, rope_parameters=rope),
         vision_config=tower | MERGING | {"patch_size": 14},
@@ -179,7 +203,11 @@ def _glm4v(family: str) -> Built:
 
 
 def _gemma3(family: str) -> Built:
-    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    named = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
     tokenizer = byte_tokenizer(["<bos>", *("\n" * n for n in range(1, 5))], named, bos_token="<bos>")
     image, start, end = tokenizer.convert_tokens_to_ids(list(named.values()))
     layers = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
@@ -216,7 +244,9 @@ def _idefics3(family: str) -> Built:
         vision_config=TOWER | {"image_size": 56, "patch_size": 14},
     )
     edges = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 56}}
-    images = (hf.SmolVLMImageProcessor if is_smol else hf.Idefics3ImageProcessor)(do_image_splitting=False, **edges)
+    images = (hf.SmolVLMImageProcessor if is_smol else hf.Idefics3ImageProcessor)(
+        do_image_splitting=False, **edges
+    )
     videos = {"video_processor": hf.SmolVLMVideoProcessor()} if is_smol else {}
     return config, (hf.SmolVLMProcessor if is_smol else hf.Idefics3Processor)(
         image_processor=images, tokenizer=tokenizer, image_seq_len=4, chat_template=_chat(family), **videos
@@ -273,7 +303,11 @@ def _pixtral(family: str) -> Built:
     is_mistral = family == "mistral3"
     own: dict[str, Any] = {"spatial_merge_size": 2}
     if not is_mistral:
-        own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": "gelu"}
+        own = {
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "projector_hidden_act": "gelu",
+        }
     config = (hf.Mistral3Config if is_mistral else hf.LlavaConfig)(
         text_config=_text(tokenizer, model_type="mistral", head_dim=32, sliding_window=None),
         vision_config=TOWER | {"model_type": "pixtral", "image_size": 112, "patch_size": 14, "head_dim": 8},

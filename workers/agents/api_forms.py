@@ -17,17 +17,22 @@ TYPES = {
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """Return the JSON of an error in the form of the API that `path` belongs to, Anthropic's for `.../messages`."""
+    """Return the JSON of an error in the form of the API that `path` belongs to, Anthropic's for
+    `.../messages`.
+    """
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     anthropic = "/v1/messages" in path
-    found = {"type": "error", "error": error} if anthropic else {"error": error | {"param": None, "code": status}}
+    found = (
+        {"type": "error", "error": error} if anthropic else {"error": error | {"param": None, "code": status}}
+    )
     return json.dumps(found).encode()
 
 
 def answers_in(body: bytes) -> tuple[str, dict[int, dict[str, Any]]]:
     """Return the id of an answer, JSON or a stream of events, and its choices as messages of an assistant."""
-    name, found = "", dict[int, dict[str, Any]]()
+    name = ""
+    found = dict[int, dict[str, Any]]()
     for document in _documents(body):
         document = document.get("response") or document.get("message") or document
         name = document.get("id") or name
@@ -46,12 +51,17 @@ def _documents(body: bytes) -> Iterator[dict[str, Any]]:
     for line in body.split(b"\n"):
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
-            if not str(event.get("type", "")).startswith("response.") or event["type"] == "response.completed":
+            if (
+                not str(event.get("type", "")).startswith("response.")
+                or event["type"] == "response.completed"
+            ):
                 yield event
 
 
 def _parts(document: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Parts of answers, by choice: `content`, `reasoning`, and `tool_calls` with an index, in OpenAI's form."""
+    """Parts of answers, by choice: `content`, `reasoning`, and `tool_calls` with an index, in
+    OpenAI's form.
+    """
     for choice in document.get("choices") or ():  # chat and completions
         yield choice["index"], choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
     for number, item in enumerate(document.get("output") or ()):  # responses

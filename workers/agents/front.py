@@ -34,14 +34,24 @@ SERVER_ERRORS = 10  # of a request, which an engine that dies may cause, before 
 STOP_SECONDS = 1.0  # for open requests
 BACKLOG = 4096
 HEAD_BYTES = 4096  # of an answer, which hold its id
-KEPT_HERE = {"host", "connection", "transfer-encoding", "content-length", "content-encoding", "accept-encoding", "date"}
+KEPT_HERE = {
+    "host",
+    "connection",
+    "transfer-encoding",
+    "content-length",
+    "content-encoding",
+    "accept-encoding",
+    "date",
+}
 KEPT_HERE |= {"server", "authorization", "x-api-key"}
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Taken:
-    """goes_on: whether the agent has seen answers of `record`. ended: whether it has posted its reward, too."""
+    """goes_on: whether the agent has seen answers of `record`. ended: whether it has posted its
+    reward, too.
+    """
 
     record: SessionRecord
     goes_on: bool = False
@@ -50,7 +60,9 @@ class Taken:
 
 @dataclass
 class _Held:
-    """A session. place: URL and key at its gateway, reached by `client`. delivered: ids of the agent's answers."""
+    """A session. place: URL and key at its gateway, reached by `client`. delivered: ids of the agent's
+    answers.
+    """
 
     task: Any
     record: SessionRecord
@@ -68,16 +80,23 @@ class _Held:
 
     def seen(self) -> SessionRecord:
         """The record, in which a turn counts as received if the agent has its answer."""
-        nodes = [replace(node, received=not self.delivered.isdisjoint(node.names)) for node in self.record.nodes]
+        nodes = [
+            replace(node, received=not self.delivered.isdisjoint(node.names)) for node in self.record.nodes
+        ]
         return replace(self.record, nodes=tuple(nodes))
 
 
 class SessionFront:
-    """Wrapped by `ray.remote`, which may restart it and repeat calls. HTTP is served by the same event loop."""
+    """Wrapped by `ray.remote`, which may restart it and repeat calls. HTTP is served by the same
+    event loop.
+    """
 
     def __init__(self, key: str, host: str, port: int, *, max_request_mib: float, timeout_s: float) -> None:
         """key: of agents that ask for sessions. timeout_s: rollout.agent_timeout_s."""
-        self._key, self._host, self._port, self._timeout_s = key, host, port, timeout_s
+        self._key = key
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
         self._most_bytes = int(max_request_mib * MIB)
         self._held: dict[str, _Held] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
@@ -95,7 +114,9 @@ class SessionFront:
         app.router.add_post("/sessions", self._ask)
         app.router.add_post("/sessions/{name}{rest:/reward}", self._reward)
         app.router.add_route("*", "/sessions/{name}{rest:.*}", self._pass_on)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS
+        )
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
@@ -106,8 +127,8 @@ class SessionFront:
             )
         except OSError as error:
             raise ConfigError(
-                f"rollout.gateway.port={self._port}: nothing can listen there on rollout.gateway.host={self._host} "
-                f"({error.strerror}). Choose another."
+                f"rollout.gateway.port={self._port}: nothing can listen there on "
+                f"rollout.gateway.host={self._host} ({error.strerror}). Choose another."
             ) from None
 
     async def stop(self) -> None:
@@ -115,7 +136,8 @@ class SessionFront:
         self._listener.close()
         await self._runner.cleanup()
 
-    # --- for rollout actors and the driver ----------------------------------------------------------------------------
+    # --- for rollout actors and the driver
+    # ----------------------------------------------------------------------------
 
     async def offer(self, name: str, task: Any, record: SessionRecord) -> Taken:
         """Wait until an agent takes the session. record: what a checkpoint or an engine's snapshot has of it.
@@ -135,8 +157,8 @@ class SessionFront:
             left = max(since, self._active) + self._timeout_s - time.monotonic()
             if left <= 0:
                 raise EpisodeError(
-                    f"rollout.agent_timeout_s={self._timeout_s:g}: no agent asked for a session in that time. Start "
-                    "agents that call POST /sessions (see docs/agents.md)."
+                    f"rollout.agent_timeout_s={self._timeout_s:g}: no agent asked for a session in that "
+                    "time. Start agents that call POST /sessions (see docs/agents.md)."
                 )
             with suppress(TimeoutError):
                 await asyncio.wait_for(held.taken.wait(), left)
@@ -147,7 +169,8 @@ class SessionFront:
         await self.start()
         held = self._held.setdefault(name, _Held(None, SessionRecord()))  # a restarted front knows none
         held.taken.set()
-        before, held.place = held.client, (url, key)
+        before = held.client
+        held.place = (url, key)
         held.client = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None))
         if before is not None:
             await before.close()  # what waits there tries again here
@@ -155,7 +178,8 @@ class SessionFront:
         await held.ended.wait()
 
     async def turn(self, name: str, news: SessionRecord, known: int) -> bool:
-        """Keep turns whose answers go out next. Returns False if the front then has others than the `known` ones.
+        """Keep turns whose answers go out next. Returns False if the front then has others than the `known`
+        ones.
 
         News of all turns replace what it has.
         """
@@ -175,7 +199,8 @@ class SessionFront:
                 if held.client is not None:
                     await held.client.close()
 
-    # --- for agents ---------------------------------------------------------------------------------------------------
+    # --- for agents
+    # ---------------------------------------------------------------------------------------------------
 
     def key_of(self, name: str) -> str:
         return hmac.new(self._key.encode(), name.encode(), hashlib.sha256).hexdigest()
@@ -206,7 +231,9 @@ class SessionFront:
             return web.json_response({"ended": True})
         answer = await self._passed(request, held)
         if answer.status == 200:
-            given = json.loads(await request.read())  # not request.json, which raises for a charset nobody knows
+            given = json.loads(
+                await request.read()
+            )  # not request.json, which raises for a charset nobody knows
             name = given.get("response_id") or ""
             reward = {} if given["reward"] is None else {name: float(given["reward"])}
             held.record = replace(held.record, rewards=held.record.rewards | reward)
@@ -231,13 +258,17 @@ class SessionFront:
         return held
 
     def _check(self, request: web.Request, *keys: str) -> None:
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix(
+            "Bearer "
+        )
         sent = given.encode(errors="surrogateescape")  # which stands for bytes that are not UTF-8
         if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):  # `any` would stop at the first
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
     async def _passed(self, request: web.Request, held: _Held) -> web.StreamResponse:
-        """Pass a request on, and its answer back. If the engine is lost before the answer began, try the next one."""
+        """Pass a request on, and its answer back. If the engine is lost before the answer began, try the next
+        one.
+        """
         body, answer, errors = await request.read(), None, 0
         headers = {name: value for name, value in request.headers.items() if name.lower() not in KEPT_HERE}
         while not held.ended.is_set():
@@ -254,8 +285,11 @@ class SessionFront:
                         errors += 1
                         raise ClientError
                     whole = b"" if found.content_type == "text/event-stream" else await found.read()
-                    kept = {name: value for name, value in found.headers.items() if name.lower() not in KEPT_HERE}
-                    answer, head = web.StreamResponse(status=found.status, headers=kept), whole[:HEAD_BYTES]
+                    kept = {
+                        name: value for name, value in found.headers.items() if name.lower() not in KEPT_HERE
+                    }
+                    answer = web.StreamResponse(status=found.status, headers=kept)
+                    head = whole[:HEAD_BYTES]
                     await answer.prepare(request)
                     await answer.write(whole)
                     async for part in found.content.iter_any():  # of a stream
@@ -265,7 +299,9 @@ class SessionFront:
                     held.deliver(head)
                     return answer
             except (ClientError, OSError):
-                if answer is not None:  # an answer cannot begin twice: the agent sees that it was cut, and asks again
+                if (
+                    answer is not None
+                ):  # an answer cannot begin twice: the agent sees that it was cut, and asks again
                     if request.transport is not None:
                         request.transport.close()
                     return answer

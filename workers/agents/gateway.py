@@ -3,7 +3,8 @@
     agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [serving: vLLM's routes] --> engine
                                                       '--> Session: the answer as a turn, before its last bytes go out
 
-An answer is completed without its client, so that a retry can read it. Nothing but the listed routes is reachable.
+An answer is completed without its client, so that a retry can read it. Nothing but the listed routes is
+reachable.
 """
 
 import asyncio
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ROUTES = {("GET", "/v1/models"), *(("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward"))}
+ROUTES = {
+    ("GET", "/v1/models"),
+    *(("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward")),
+}
 BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
 # vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
@@ -92,7 +96,8 @@ class Exchange:
 
     async def deliver(self, receive: Receive, send: Send) -> bool:
         """Send all events as they come. Returns False if the client has left before the last."""
-        news, place = asyncio.Event(), 0
+        news = asyncio.Event()
+        place = 0
         left = asyncio.ensure_future(_disconnected(receive))
         left.add_done_callback(lambda _: news.set())
         self.readers.add(news)
@@ -123,7 +128,9 @@ class Served(Opened):
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def joined(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
-        """Return the exchange that a request repeats: of its key, one that a client left, or for a retry any."""
+        """Return the exchange that a request repeats: of its key, one that a client left, or for
+        a retry any.
+        """
         same = [each for each in self.exchanges if each.request == request]
         found = [each for each in same if idempotency and each.idempotency == idempotency]
         found = found or [each for each in same if each.abandoned] or (same if retried else [])
@@ -141,8 +148,11 @@ class Gateway:
         caches: KeptCaches | None = None,
         images: ImageInputs | None = None,
     ) -> None:
-        self._engine, self._model, self._rollout = engine, model, rollout
-        self._caches, self._images = caches or KeptCaches(rollout), images or ImageInputs(engine)
+        self._engine = engine
+        self._model = model
+        self._rollout = rollout
+        self._caches = caches or KeptCaches(rollout)
+        self._images = images or ImageInputs(engine)
         self._limits = rollout.gateway
         self._open: dict[str, Served] = {}
         self._app: Any = None
@@ -154,8 +164,12 @@ class Gateway:
         """Listen on a free port of `host`. Raises OSError if the address cannot be used."""
         from transformers import AutoTokenizer
 
-        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
-        self._app = await build(self._engine, self._model, self._rollout, tokenizer, self._caches, self._images)
+        tokenizer = await asyncio.to_thread(
+            AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False
+        )
+        self._app = await build(
+            self._engine, self._model, self._rollout, tokenizer, self._caches, self._images
+        )
         await self.listen(self, host)
 
     async def listen(self, app: Any, host: str = "127.0.0.1") -> None:
@@ -190,12 +204,16 @@ class Gateway:
         priority: int = 0,
         image_pixels: tuple[int, int] = (0, 2**20),
     ) -> Access:
-        """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go out.
+        """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go
+        out.
 
         image_pixels: `data.image_pixels`, for images that the agent sends.
         """
-        name, key = quote(session.name, safe=""), new_session_key()
-        self._open[name] = Served(session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns)
+        name = quote(session.name, safe="")
+        key = new_session_key()
+        self._open[name] = Served(
+            session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns
+        )
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
 
     async def close(self, session: Session) -> None:
@@ -214,7 +232,8 @@ class Gateway:
             for task in late:
                 task.cancel()
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    # --- requests
+    # -----------------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
@@ -223,11 +242,14 @@ class Gateway:
         except RefusedError as refused:
             await _send(send, refused.status, error_body(path, refused.status, str(refused)))
 
-    async def _answer(self, scope: Event, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, scope: Event, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
         found = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
         if found is None:
             raise RefusedError(404, "there is no such route. Use the session's URL.")
-        opened, route = self._allowed(found[1], headers), found[2] or ""
+        opened = self._allowed(found[1], headers)
+        route = found[2] or ""
         if (scope["method"], route) not in ROUTES:
             raise RefusedError(404, f"{scope['method']} {route or '/'}: a session has no such route.")
         body = await self._body(headers, receive)
@@ -250,19 +272,24 @@ class Gateway:
         given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         opened = self._open.get(name)
         if opened is None or not hmac.compare_digest(given, opened.key.encode()):
-            raise RefusedError(401, "the key does not belong to an open session. Use the session's URL and key.")
+            raise RefusedError(
+                401, "the key does not belong to an open session. Use the session's URL and key."
+            )
         return opened
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """Read a request. Returns None if the client leaves before its end."""
         limit = int(self._limits.max_request_mib * 2**20)
-        too_large = RefusedError(413, f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body.")
+        too_large = RefusedError(
+            413, f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body."
+        )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             raise RefusedError(400, "content-length: not a number.")
         if int(length) > limit:
             raise too_large
-        parts, size = [], 0
+        parts = []
+        size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while (event := await receive())["type"] == "http.request":
@@ -276,18 +303,26 @@ class Gateway:
             raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
         return None
 
-    def _exchange(self, opened: Served, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes) -> Exchange:
-        """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's limit."""
-        request, idempotency = hashlib.blake2b(route.encode() + body).digest(), headers.get(b"idempotency-key", b"")
+    def _exchange(
+        self, opened: Served, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes
+    ) -> Exchange:
+        """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's
+        limit.
+        """
+        request = hashlib.blake2b(route.encode() + body).digest()
+        idempotency = headers.get(b"idempotency-key", b"")
         exchange = opened.joined(request, idempotency, headers.get(b"x-stainless-retry-count", b"0") != b"0")
         if exchange is not None and route in SAMPLED:
-            exchange.joined, exchange.abandoned = exchange.joined + 1, False
+            exchange.joined = exchange.joined + 1
+            exchange.abandoned = False
             for node in exchange.nodes:
                 node.joined += 1
             return exchange
         limit = self._limits.max_concurrent_requests
         if len(opened.tasks) >= limit:
-            raise RefusedError(429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way.")
+            raise RefusedError(
+                429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way."
+            )
         exchange = Exchange(request, idempotency)
         opened.exchanges.add(exchange)
         task = asyncio.create_task(self._run(opened, exchange, scope, route, body))
@@ -296,7 +331,9 @@ class Gateway:
         return exchange
 
     async def _run(self, opened: Served, exchange: Exchange, scope: Event, route: str, body: bytes) -> None:
-        """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change it."""
+        """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change
+        it.
+        """
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
         call = Call(opened, route in SAMPLED, len(body))
@@ -333,7 +370,8 @@ class Gateway:
         if exchange.cancelled.is_set():
             return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
         events = [*exchange.events, *exchange.held]
-        status, body = int(events[0]["status"]), b"".join(event.get("body", b"") for event in events)
+        status = int(events[0]["status"])
+        body = b"".join(event.get("body", b"") for event in events)
         if call.done:
             name, said = answers_in(body) if status == 200 else ("", {})
             call.reserved.close()  # the turns count as sampled from here on

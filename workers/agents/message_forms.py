@@ -32,7 +32,9 @@ class MessageForms:
 
         Raises DataError, naming `where`, for what the template cannot take.
         """
-        return [self._message(message, options) for message in self._renderer.as_read(messages, where, options)]
+        return [
+            self._message(message, options) for message in self._renderer.as_read(messages, where, options)
+        ]
 
     def _message(self, message: dict[str, Any], options: Options) -> dict[str, Any]:
         content = message.get("content")
@@ -54,7 +56,9 @@ class MessageForms:
         before, behind = AROUND.get(role, ([], []))
         try:
             rendered, joined = (
-                self._renderer.text([*before, {"role": role, "content": content}, *behind], "a probe", **options)
+                self._renderer.text(
+                    [*before, {"role": role, "content": content}, *behind], "a probe", **options
+                )
                 for content in (parts, _joined(parts))
             )
         except DataError:

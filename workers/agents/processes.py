@@ -57,7 +57,8 @@ class AgentPool(EnvironmentPool):
         """agent: a function, pickled, or a command line. memory_gib, processes: limits of a session."""
         super().__init__(agent, timeout_s)
         self.setting = "rollout.agent_command" if isinstance(agent, str) else "rollout.agent"
-        self._memory_gib, self._processes = memory_gib, processes
+        self._memory_gib = memory_gib
+        self._processes = processes
         self._running: dict[Fork, str] = {}  # why it was killed
         self._watching: asyncio.Task[None] | None = None
 
@@ -96,7 +97,8 @@ class AgentPool(EnvironmentPool):
     def _too_large(self, running: list[Fork]) -> list[tuple[Fork, str]]:
         import psutil
 
-        below, found = defaultdict(list), []
+        below = defaultdict(list)
+        found = []
         for each in psutil.process_iter(["ppid"]):
             below[each.info["ppid"]].append(each.pid)
         for process in running:
@@ -166,7 +168,9 @@ def command(line: str) -> Callable[..., Any]:
             raise EpisodeError((f"{end}: {error}" if error else end) + _shadowing_file(line, error))
         reward = b"".join(last_line)
         if len(reward) > LONGEST_ANSWER:
-            raise EpisodeError(f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes")
+            raise EpisodeError(
+                f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes"
+            )
         with suppress(ValueError):
             value = json.loads(reward)
             return value if isinstance(value, dict) and "reward" in value else None
@@ -175,7 +179,9 @@ def command(line: str) -> Callable[..., Any]:
 
 
 def _show(stream: IO[bytes], last_line: list[bytes]) -> None:
-    """Show a command's output as it comes, and keep its last line that is not empty, or a bit too much of it."""
+    """Show a command's output as it comes, and keep its last line that is not empty, or a bit too
+    much of it.
+    """
     parts: list[bytes] = []
     while part := stream.readline(LONGEST_LINE):
         sys.stdout.write(part.decode(errors="replace"))

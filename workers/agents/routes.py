@@ -1,10 +1,12 @@
-"""Serving: vLLM's routes of OpenAI's and Anthropic's APIs over an engine. Prompts go in as ids, turns come out.
+"""Serving: vLLM's routes of OpenAI's and Anthropic's APIs over an engine. Prompts go in as ids, turns come
+out.
 
     messages --preprocess_chat--> ids of the turn that they extend, and of the new text
     ids --generate--> [vLLM: engine] --text--> [vLLM: parsers, answer]
                          '-- ids, log-probs, versions --> Prompt.turns
 
-vLLM's templates and sampling options are not used: prompts are rendered by `Renderer`, and sampling is the run's.
+vLLM's templates and sampling options are not used: prompts are rendered by `Renderer`, and sampling is the
+run's.
 """
 
 import asyncio
@@ -54,19 +56,29 @@ if TYPE_CHECKING:
 CALL: ContextVar["Call"] = ContextVar("call")
 FORCED = ("response_format", "structured_outputs", "tool_choice", "text")  # constrain what is sampled
 OTHERS = {
-    "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search", "watermarking",
+    "bad_words", (
+        "allowed_token_ids"
+    ), "logit_bias", "min_tokens", "ignore_eos", "use_beam_search", "watermarking",
     "repetition_detection", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
     "continue_final_message", "truncate_prompt_tokens", "documents", "previous_response_id", "background",
     "functions", "function_call", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 }  # fmt: skip
 TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
-LARGE, CHARACTERS = 2**16, 32  # bytes of a request that is rendered beside others; of a token at most, on average
+# bytes of a request that is rendered beside others; of a token at most, on average
+LARGE = 2**16
+CHARACTERS = 32
 REQUIRED = "required"  # stock agents send it always: taken out
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-KINDS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}  # of parts, in OpenAI's Responses
+KINDS = {
+    "input_text": "text",
+    "output_text": "text",
+    "input_image": "image_url",
+}  # of parts, in OpenAI's Responses
 WHERE = "the request"
 IMAGES_KEPT = 64  # decoded ones of a session: clients send those of all turns again
-STREAM_TOKENS = 8  # in a part of a streamed answer: vLLM writes each token by itself, which takes a tenth of a call
+STREAM_TOKENS = (
+    8  # in a part of a streamed answer: vLLM writes each token by itself, which takes a tenth of a call
+)
 
 
 Found = tuple[Asked, Response]
@@ -75,7 +87,8 @@ Found = tuple[Asked, Response]
 
 @dataclass
 class Prompt:
-    """A prompt of a request. numbers: of the turns to sample. replayed: answers that the session's record has.
+    """A prompt of a request. numbers: of the turns to sample. replayed: answers that the session's record
+    has.
 
     turns: the sampled ones and their texts, by choice.
     """
@@ -90,8 +103,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class Opened:
-    """A session, as it is asked. image_pixels: see `workers.images.images.resized`. images: decoded ones, by their
-    URLs' hashes. engine_names: of its requests, as vLLM calls them.
+    """A session, as it is asked. image_pixels: see `workers.images.images.resized`. images: decoded ones, by
+    their URLs' hashes. engine_names: of its requests, as vLLM calls them.
     """
 
     session: Session
@@ -115,7 +128,9 @@ class Opened:
 
 @dataclass
 class Call:
-    """A request of a session. samples: whether it asks for answers, not for a count of tokens. size: in bytes."""
+    """A request of a session. samples: whether it asks for answers, not for a count of tokens. size: in
+    bytes.
+    """
 
     opened: Opened
     samples: bool
@@ -148,7 +163,8 @@ class PromptRenderer:
     """Make the ids of requests."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer, self._forms = renderer, MessageForms(renderer)
+        self._renderer = renderer
+        self._forms = MessageForms(renderer)
         self._named = set[str]()
 
     def messages(self, given: Sequence[Any]) -> Messages:
@@ -159,8 +175,8 @@ class PromptRenderer:
         urls = [part.get("image") for part in image_parts(messages)]
         if not all(isinstance(url, str) and url.startswith("data:") for url in urls):
             raise DataError(
-                "the request has an image that is not a data: URL, and nothing is fetched or read for agents. Send "
-                "data:image/png;base64,..."
+                "the request has an image that is not a data: URL, and nothing is fetched or read for "
+                "agents. Send data:image/png;base64,..."
             )
         if urls and self._renderer.placeholders is None:
             raise DataError("the request has images, which the model does not read. Send text alone.")
@@ -196,7 +212,9 @@ class PromptRenderer:
         opening = with_image_parts(opening, [IMAGE_PART] * len(image_parts(opening)))
         calls = before[-1].get("tool_calls") or ()
         ended = parent.response.finish_reason == STOP
-        turn = parent.response if ended else replace(parent.response, stop_string=True)  # no end token of its own
+        turn = (
+            parent.response if ended else replace(parent.response, stop_string=True)
+        )  # no end token of its own
         conversation = Conversation(self._renderer, opening, options)
         return conversation.observed(turn, Turn("", tool_calls=calls), messages[asked.covered :])[0]
 
@@ -230,10 +248,12 @@ def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
         return "tools", "tools: the policy calls functions alone. Leave out other tools."
     if name := next((name for name in OTHERS & request.model_fields_set if getattr(request, name)), ""):
         return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
-    if not may_force and (name := next((each for each in FORCED if _forces(each, getattr(request, each, None))), "")):
+    if not may_force and (
+        name := next((each for each in FORCED if _forces(each, getattr(request, each, None))), "")
+    ):
         return name, (
-            f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an option of "
-            "rollout.sampling that algorithm.loss.rollout_correction corrects."
+            f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an "
+            "option of rollout.sampling that algorithm.loss.rollout_correction corrects."
         )
     return None
 
@@ -253,7 +273,9 @@ def chat_message(message: Any) -> dict[str, Any]:
         found["reasoning_content"] = reasoning
     content = found.get("content", "")
     if isinstance(content, (list, tuple)):
-        content = [part | {"type": KINDS.get(str(kind := part.get("type")), kind)} for part in map(dict, content)]
+        content = [
+            part | {"type": KINDS.get(str(kind := part.get("type")), kind)} for part in map(dict, content)
+        ]
     return found | {"role": "system" if found["role"] == "developer" else found["role"], "content": content}
 
 
@@ -262,7 +284,9 @@ def _strict(tool: Any) -> bool:
 
 
 def _without_strict(tool: Any) -> dict[str, Any]:
-    function = {name: value for name, value in tool["function"].items() if name != "strict" and value is not None}
+    function = {
+        name: value for name, value in tool["function"].items() if name != "strict" and value is not None
+    }
     return {**tool, "function": function}
 
 
@@ -281,11 +305,19 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                 messages = prompts.messages(messages)
                 images = sum(len(part["image"]) for part in image_parts(messages))
                 self._check_size(call.size - images)
-                asked, prompt = await call.rendered(partial(prompts.read, call.opened, messages, options), images > 0)
+                asked, prompt = await call.rendered(
+                    partial(prompts.read, call.opened, messages, options), images > 0
+                )
                 call.take(asked, prompt, getattr(request, "n", None) or 1)
-            except (ConfigError, DataError, EpisodeError) as error:  # of a model that reads no images, ConfigError
+            except (
+                ConfigError,
+                DataError,
+                EpisodeError,
+            ) as error:  # of a model that reads no images, ConfigError
                 raise VLLMValidationError(str(error), parameter="messages") from None
-            request.kv_transfer_params = {"prompt_token_ids": prompt.ids.tolist()}  # vLLM takes these as they are
+            request.kv_transfer_params = {
+                "prompt_token_ids": prompt.ids.tolist()
+            }  # vLLM takes these as they are
             result = await super().preprocess_chat(request, [], *more, tool_dicts=tool_dicts, **named)
             request.kv_transfer_params = None
             return result
@@ -307,7 +339,9 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             }
             for prompt in [prompt_input] if one else prompt_input:
                 try:
-                    asked, found = await call.rendered(partial(prompts.read_text, call.opened.session, prompt))
+                    asked, found = await call.rendered(
+                        partial(prompts.read_text, call.opened.session, prompt)
+                    )
                     check_prompt(found.ids, **limits)
                     call.take(asked, found, request.n or 1)
                 except (DataError, EpisodeError) as error:
@@ -328,10 +362,14 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                     setattr(request, name, min(getattr(request, name), self.model_config.max_model_len))
 
         def _check_size(self, size: int) -> None:
-            """Refuse what cannot fit, without a tokenizer, which takes seconds. size: in bytes, without images."""
+            """Refuse what cannot fit, without a tokenizer, which takes seconds. size: in bytes, without
+            images.
+            """
             longest = self.model_config.max_model_len
             if size > LARGE + CHARACTERS * longest:
-                message = f"the request of {size:,} bytes exceeds the maximum context length of {longest} tokens."
+                message = (
+                    f"the request of {size:,} bytes exceeds the maximum context length of {longest} tokens."
+                )
                 raise VLLMValidationError(message, parameter="messages")
 
         @staticmethod
@@ -345,7 +383,9 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
 
 
 def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
-    """Return a subclass of vLLM's parser, which takes a text without the reasoning's marks for unfinished reasoning."""
+    """Return a subclass of vLLM's parser, which takes a text without the reasoning's marks for unfinished
+    reasoning.
+    """
     start, end = marks
 
     class SessionParser(base):  # type: ignore[misc]
@@ -368,8 +408,13 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
                     self.set_prompt_token_ids(named["prompt_token_ids"])
                 delta_text, delta_token_ids = self._begun + delta_text, [*self._ids, *delta_token_ids]
                 begun = delta_text.lstrip()
-                if start.startswith(begun) and len(begun) < len(start) and not (self._opened or named["finished"]):
-                    self._begun, self._ids = delta_text, delta_token_ids
+                if (
+                    start.startswith(begun)
+                    and len(begun) < len(start)
+                    and not (self._opened or named["finished"])
+                ):
+                    self._begun = delta_text
+                    self._ids = delta_token_ids
                     return None
                 self._thinks = self._opened or begun.startswith(start)
                 if not self._thinks:
@@ -383,23 +428,31 @@ class RecordingClient:
     """An engine client for vLLM's serving classes, which keeps what the engine samples."""
 
     def __init__(self, engine: "AsyncLLM", caches: KeptCaches, images: ImageInputs) -> None:
-        self._engine, self._caches, self._images, self._count = engine, caches, images, 0
+        self._engine = engine
+        self._caches = caches
+        self._images = images
+        self._count = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, _: Any, wanted: Any, *_more: Any, **_named: Any) -> AsyncIterator[Any]:
-        """Sample the call's next prompt, or give its recorded answers. wanted: vLLM's parameters for the request."""
+        """Sample the call's next prompt, or give its recorded answers. wanted: vLLM's parameters for the
+        request.
+        """
         from vllm.outputs import RequestOutput
         from vllm.sampling_params import RequestOutputKind
 
         call = CALL.get()
-        prompt, opened = call.prompts[call.begun], call.opened
+        prompt = call.prompts[call.begun]
+        opened = call.opened
         call.begun += 1
         delta = wanted.output_kind == RequestOutputKind.DELTA
         recorded = [_output_of(node, index, wanted) for index, node in enumerate(prompt.replayed)]
         if recorded and (delta or not prompt.numbers):
-            yield RequestOutput("recorded", None, prompt.ids.tolist(), None, recorded, finished=not prompt.numbers)
+            yield RequestOutput(
+                "recorded", None, prompt.ids.tolist(), None, recorded, finished=not prompt.numbers
+            )
         if not prompt.numbers:
             return
         self._count += 1
@@ -430,14 +483,17 @@ class RecordingClient:
     def _text(self, prompt: Prompt, completion: Any, wanted: Any) -> str:
         """Decode a whole answer behind the prompt's end, without its end token."""
         decode = partial(self._engine.get_tokenizer().decode, skip_special_tokens=wanted.skip_special_tokens)
-        ids, tail = list(completion.token_ids), prompt.ids[-TAIL:].tolist()
+        ids = list(completion.token_ids)
+        tail = prompt.ids[-TAIL:].tolist()
         ids = ids[:-1] if completion.finish_reason == STOP else ids
         before, whole = decode(tail), decode([*tail, *ids])
         return str(whole[len(before) :] if whole.startswith(before) else decode(ids))
 
 
 def _forget_tokenizer(engine: "AsyncLLM", name: str, wanted: Any) -> None:
-    """Let vLLM not decode each token again for log-probs whose text nobody reads: a third of its time for a stream."""
+    """Let vLLM not decode each token again for log-probs whose text nobody reads: a third of its time for a
+    stream.
+    """
     if wanted.logprobs is None:
         for internal in engine.output_processor.external_req_ids.get(name, ()):
             engine.output_processor.request_states[internal].logprobs_processor.tokenizer = None
@@ -453,7 +509,9 @@ class _Collected:
 
     def take(self, completion: Any, delta: bool) -> None:
         if not delta:
-            self.ids, self.log_probs, self.text = [], [], ""
+            self.ids = []
+            self.log_probs = []
+            self.text = ""
         if found := completion.logprobs:  # the sampled token's is the first at each position
             self.log_probs += [found.logprobs[start] for start in found.start_indices]
         self.ids += completion.token_ids
@@ -479,11 +537,14 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
         stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])),
     )
     found = sampling_parameters(ours, turn_seed(call.opened.seed, prompt.numbers[0]))
-    found.n, found.output_kind = len(prompt.numbers), wanted.output_kind
+    found.n = len(prompt.numbers)
+    found.output_kind = wanted.output_kind
     if wanted.output_kind == RequestOutputKind.DELTA:
         found.stream_interval = wanted.stream_interval or STREAM_TOKENS
     # A whole answer is decoded at once.
-    found.detokenize = bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
+    found.detokenize = (
+        bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
+    )
     found.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
     if wanted.logprobs is not None:
         found.logprobs = wanted.logprobs
@@ -500,7 +561,9 @@ def _output_of(node: Node, index: int, wanted: Any) -> Any:
     response = node.response
     pairs = zip(response.ids.tolist(), response.log_probs.tolist(), strict=True)
     found = None if wanted.logprobs is None else [{token: Logprob(log_prob)} for token, log_prob in pairs]
-    return CompletionOutput(index, node.text, response.ids.tolist(), None, found, finish_reason=response.finish_reason)
+    return CompletionOutput(
+        index, node.text, response.ids.tolist(), None, found, finish_reason=response.finish_reason
+    )
 
 
 async def build(
@@ -521,7 +584,8 @@ async def build(
     app = await application(RecordingClient(engine, caches, images), model.path, *parser.names)
     app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
     for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
-        serving, kind = getattr(app.state, name), "parser" if name == "openai_serving_responses" else "parser_cls"
+        serving = getattr(app.state, name)
+        kind = "parser" if name == "openai_serving_responses" else "parser_cls"
         if parser.names[1] and all(parser.marks):
             setattr(serving, kind, _parser_class(getattr(serving, kind), parser.marks))
     online = app.state.online_renderer
@@ -544,5 +608,7 @@ async def application(engine: Any, path: str, tool_parser: str, reasoning_parser
     tasks = await engine.get_supported_tasks()
     app = build_app(arguments, tasks, engine.model_config)
     await init_app_state(engine, app.state, arguments, tasks)
-    app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers stop it when the engine died
+    app.state.server = SimpleNamespace(
+        should_exit=False
+    )  # vLLM's error handlers stop it when the engine died
     return app

@@ -1,4 +1,5 @@
-"""Session: a sample that an agent plays through the gateway, as a tree of sampled turns. Pure: no HTTP, no vLLM.
+"""Session: a sample that an agent plays through the gateway, as a tree of sampled turns. Pure: no HTTP, no
+vLLM.
 
     request --find--> Asked: the recorded turn that it extends, and what is new --prompt ids--> add --> Node
 
@@ -6,12 +7,12 @@
                           | compacted | turn 3              row 2: turn 1 is its context
     other system | turn 4                                   row 3: a sub-agent
 
-Each path from a root to a leaf is a row. Each sampled token is trained in the first row that holds it. Nobody's text is
-encoded twice: a prompt that extends a turn begins with its ids.
+Each path from a root to a leaf is a row. Each sampled token is trained in the first row that holds it.
+Nobody's text is encoded twice: a prompt that extends a turn begins with its ids.
 
-A leaf's reward r is its deepest turn's with an override, or else the session's. The sample's reward R is the mean over
-the leaves. A turn's offset is the mean of r - R over the leaves below it. A turn that no client received and nothing
-extends is dropped.
+A leaf's reward r is its deepest turn's with an override, or else the session's. The sample's reward R is the
+mean over the leaves. A turn's offset is the mean of r - R over the leaves below it. A turn that no client
+received and nothing extends is dropped.
 """
 
 import hashlib
@@ -40,13 +41,14 @@ S = TypeVar("S", str, bytes)
 class Node:
     """A sampled turn, picklable.
 
-    number: unique in its session, of the turn's seed. text: the answer as text. said: the answer as a message, empty
-    for a completion. names: ids of its responses. parent: the number of the turn that it extends, or -1. given: int32,
-    what the prompt adds to the parent's tokens. images: placed in `given`. messages: new ones of the request, with
-    digests for images. asked: new text of a completion's prompt. base, keys: digests of the path before and with the
-    answer. received: whether a client took the answer's last byte. joined: retries that received the answer too.
-    replayed: whether a record answered. began, seconds: the request's arrival in seconds since the session opened, and
-    until the answer's last byte.
+    number: unique in its session, of the turn's seed. text: the answer as text. said: the answer as a
+    message, empty for a completion. names: ids of its responses. parent: the number of the turn that it
+    extends, or -1. given: int32, what the prompt adds to the parent's tokens. images: placed in `given`.
+    messages: new ones of the request, with digests for images. asked: new text of a completion's prompt.
+    base, keys: digests of the path before and with the answer. received: whether a client took the answer's
+    last byte. joined: retries that received the answer too.
+    replayed: whether a record answered. began, seconds: the request's arrival in seconds since the session
+    opened, and until the answer's last byte.
     """
 
     number: int
@@ -99,17 +101,22 @@ class SessionRecord:
 
 
 class Session(SampledTurns):
-    """The tree of one sample. nodes: in order of completion, parents before children. full: no turn was left."""
+    """The tree of one sample. nodes: in order of completion, parents before children. full: no
+    turn was left.
+    """
 
     def __init__(
         self, name: str, *, max_turns: int, record: SessionRecord | None = None, goes_on: bool = False
     ) -> None:
-        """record: turns to answer again. goes_on: whether the agent has seen the received ones, which then count.
+        """record: turns to answer again. goes_on: whether the agent has seen the received ones, which then
+        count.
 
         An agent that starts again reaches a recorded turn by asking for it.
         """
         record = record or SessionRecord()
-        self.name, self.max_turns, self.full = name, max_turns, False
+        self.name = name
+        self.max_turns = max_turns
+        self.full = False
         self.nodes: list[Node] = []
         self._under_way = 0
         self._rewards = dict(record.rewards) if goes_on else {}
@@ -132,37 +139,51 @@ class Session(SampledTurns):
         return path[::-1]
 
     def whole(self, node: Node | None) -> Response:
-        """Return all tokens up to the answer's last, with their images, as they are read. None is before the first."""
+        """Return all tokens up to the answer's last, with their images, as they are read. None is before the
+        first.
+        """
         return joined([not_sampled(np.empty(0, np.int32)), *(p for n in self.path(node) for p in n.parts)])
 
     def ids(self, node: Node) -> np.ndarray:
         """Return the ids of `whole`, int32."""
         return self.whole(node).ids
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    # --- requests
+    # -----------------------------------------------------------------------------------------------------
 
     def find(self, messages: Messages, tools: Any = None) -> Asked:
-        """Find the longest recorded path that a chat extends. tools: with all else that changes its rendering."""
+        """Find the longest recorded path that a chat extends. tools: with all else that changes its
+        rendering.
+        """
         state = _digest("", json.dumps(tools, sort_keys=True, default=str))
-        before, answers, found, covered = state, list[dict[str, Any]](), list[Node](), 0
+        before = state
+        answers = list[dict[str, Any]]()
+        found = list[Node]()
+        covered = 0
         for place, message in enumerate(messages, 1):
             if message.get("role") != "assistant":
-                before, answers = state, []
+                before = state
+                answers = []
             elif not answers:
-                before, answers = state, [message]
+                before = state
+                answers = [message]
             else:  # some clients cut an answer into several messages
                 answers.append(message)
-            # Clients change the form of the policy's answers only. All of other messages is what a prompt says.
+            # Clients change the form of the policy's answers only. All of other messages is what a prompt
+            # says.
             state = _digest(state, _exact(message))
             answer_key = _digest(before, canonical(*answers)) if answers else ""
             if answers and place < len(messages) and answer_key in self._paths:
-                found, covered = self._paths[answer_key], place
+                found = self._paths[answer_key]
+                covered = place
                 state = found[-1].keys[0]
         return Asked(messages, covered, self._newest(found), state)
 
     def find_text(self, prompt: str) -> Asked:
         """Find the longest recorded text with which the prompt of a completion begins."""
-        parent, rest = self._follow(prompt, lambda node: None if node.asked is None else node.asked + node.text)
+        parent, rest = self._follow(
+            prompt, lambda node: None if node.asked is None else node.asked + node.text
+        )
         return Asked([], parent=parent, text=rest)
 
     def find_ids(self, prompt_ids: np.ndarray) -> Asked:
@@ -170,29 +191,37 @@ class Session(SampledTurns):
         return Asked([], parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0])
 
     def _follow(self, prompt: S, begun: Callable[[Node], S | None]) -> tuple[Node | None, S]:
-        """Return the deepest node whose path begins the prompt, and the rest. begun: what a node adds to its parent."""
-        parent, rest = None, prompt
+        """Return the deepest node whose path begins the prompt, and the rest. begun: what a node adds to its
+        parent.
+        """
+        parent = None
+        rest = prompt
         while True:
             above = parent.number if parent else -1
             below = {node: begun(node) for node in [*self._by_number.values()] if node.parent == above}
             node = self._newest([node for node, text in below.items() if text and rest.startswith(text)])
             if node is None:
                 return parent, rest
-            parent, rest = node, rest[len(below[node] or "") :]
+            parent = node
+            rest = rest[len(below[node] or "") :]
 
     def _newest(self, nodes: Sequence[Node]) -> Node | None:
-        """The newest, of those that nothing extends if there are some: clients with equal answers extend one each."""
+        """The newest, of those that nothing extends if there are some: clients with equal answers extend one
+        each.
+        """
         free = [node for node in nodes if node.number not in self._extended]
         return (free or nodes)[-1] if nodes else None
 
     @contextmanager
     def sampling(self) -> Iterator[int]:
-        """Reserve a turn, and yield its number. Raises EpisodeError if rollout.max_turns are sampled or under way."""
+        """Reserve a turn, and yield its number. Raises EpisodeError if rollout.max_turns are sampled or under
+        way.
+        """
         if len(self.nodes) + self._under_way >= self.max_turns:
             self.full = True
             raise EpisodeError(
-                f"rollout.max_turns={self.max_turns}: the session has sampled as many turns. Raise it, or end the "
-                "agent earlier."
+                f"rollout.max_turns={self.max_turns}: the session has sampled as many turns. Raise it, or "
+                "end the agent earlier."
             )
         self._under_way += 1
         try:
@@ -212,10 +241,11 @@ class Session(SampledTurns):
         name: str = "",
         images: Placed = (),
     ) -> Node:
-        """Add the answer to a request. Raises DataError if it is empty, or prompt_ids do not extend `asked.parent`.
+        """Add the answer to a request. Raises DataError if it is empty, or prompt_ids do not extend
+        `asked.parent`.
 
-        number: of `sampling`. said: the assistant's message, None for a completion. name: the response's id. images:
-        placed in prompt_ids.
+        number: of `sampling`. said: the assistant's message, None for a completion. name: the response's id.
+        images: placed in prompt_ids.
         """
         if not response.sampled_tokens:
             raise DataError("an answer has no sampled token.")
@@ -236,7 +266,9 @@ class Session(SampledTurns):
         return node
 
     def also(self, node: Node, said: dict[str, Any]) -> None:
-        """Let requests that hold `said` extend the node, such as what a stream sent where a parser reads otherwise."""
+        """Let requests that hold `said` extend the node, such as what a stream sent where a parser reads
+        otherwise.
+        """
         key = _digest(node.base, canonical(said))
         if key not in node.keys:
             node.keys.append(key)
@@ -258,8 +290,11 @@ class Session(SampledTurns):
 
     def _join(self, node: Node, asked: Asked, prompt_ids: np.ndarray, images: Placed) -> None:
         node.parent, given = self._given(asked, prompt_ids, images)
-        node.given, node.images = given.ids, given.images
-        node.messages, node.asked, node.base = asked.messages[asked.covered :], asked.text, asked.base
+        node.given = given.ids
+        node.images = given.images
+        node.messages = asked.messages[asked.covered :]
+        node.asked = asked.text
+        node.base = asked.base
         if node.said:
             self.also(node, node.said)
         if asked.parent:
@@ -274,7 +309,8 @@ class Session(SampledTurns):
                 self.nodes.append(each)
                 self._extended.add(each.parent)
 
-    # --- the tree -----------------------------------------------------------------------------------------------------
+    # --- the tree
+    # -----------------------------------------------------------------------------------------------------
 
     @property
     def kept(self) -> list[Node]:
@@ -298,7 +334,8 @@ class Session(SampledTurns):
     @property
     def _parts(self) -> list[list[Response]]:  # type: ignore[override]
         """All of the session, and its paths if it has several."""
-        paths, seen = [], set[Node]()
+        paths = []
+        seen = set[Node]()
         for leaf in self.leaves:
             path = self.path(leaf)
             paths.append([part for n in path for part in ([joined(n.parts)] if n in seen else n.parts)])
@@ -311,14 +348,19 @@ class Session(SampledTurns):
         path = self.path(self.kept[-1]) if self.kept else []
         return [message for node in path for message in (*node.messages, *([node.said] if node.said else []))]
 
-    # --- rewards ------------------------------------------------------------------------------------------------------
+    # --- rewards
+    # ------------------------------------------------------------------------------------------------------
 
     def reward(self, value: Any, response_id: str = "") -> None:
-        """Set the session's reward, or that of the leaves below a response. Raises DataError for wrong values."""
+        """Set the session's reward, or that of the leaves below a response. Raises DataError for wrong
+        values.
+        """
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
             raise DataError(f"reward={quoted(value)}: expected a finite float32 number.")
         if response_id and not any(response_id in node.names for node in self._by_number.values()):
-            raise DataError(f"response_id={quoted(response_id)}: not a response of this session. Use an answer's id.")
+            raise DataError(
+                f"response_id={quoted(response_id)}: not a response of this session. Use an answer's id."
+            )
         self._rewards[response_id] = float(value)
 
     @property
@@ -355,7 +397,8 @@ class Session(SampledTurns):
                 below.setdefault(node, []).append(reward)
         return below
 
-    # --- records ------------------------------------------------------------------------------------------------------
+    # --- records
+    # ------------------------------------------------------------------------------------------------------
 
     @property
     def known(self) -> int:
@@ -367,18 +410,21 @@ class Session(SampledTurns):
         return SessionRecord(tuple(map(replace, nodes or self._by_number.values())), dict(self._rewards))
 
     def told(self) -> list[dict[str, Any]]:
-        """Return the turns for the run's files, as JSON, in order of completion, and then those that nobody reached.
+        """Return the turns for the run's files, as JSON, in order of completion, and then those that nobody
+        reached.
 
         turn: the place in `credit`, None if not trained. log_prob: the mean over its tokens.
         """
         places = {node: place for place, node in enumerate(self._below())}
         return [
-            _told(node, self._override(node), places.get(node)) for node in (*self.nodes, *self._unclaimed.values())
+            _told(node, self._override(node), places.get(node))
+            for node in (*self.nodes, *self._unclaimed.values())
         ]
 
 
 def _told(node: Node, reward: float | None, turn: int | None) -> dict[str, Any]:
-    response, sampled = node.response, node.response.versions >= 0
+    response = node.response
+    sampled = node.response.versions >= 0
     versions = response.versions[sampled]
     same = ("number", "finish_reason", "replayed", "joined", "began", "seconds")
     return {
@@ -397,7 +443,8 @@ def _told(node: Node, reward: float | None, turn: int | None) -> dict[str, Any]:
 
 
 def canonical(*messages: Mapping[str, Any]) -> str:
-    """Return what clients keep of the policy's messages: role, text without blanks, and calls with sorted arguments.
+    """Return what clients keep of the policy's messages: role, text without blanks, and calls with sorted
+    arguments.
 
     Of several, such as an answer in pieces, as of one message. Reasoning is left out: clients may drop it.
     """
@@ -407,7 +454,9 @@ def canonical(*messages: Mapping[str, Any]) -> str:
 
 
 def _exact(message: Mapping[str, Any]) -> str:
-    """Return all of a message. The order of keys counts in arguments of calls alone, which templates write as it is."""
+    """Return all of a message. The order of keys counts in arguments of calls alone, which templates write as
+    it is.
+    """
     calls = [(call.get("id"), call.get("function", call)) for call in message.get("tool_calls") or ()]
     texts = [[name, function.get("name"), function.get("arguments")] for name, function in calls]
     others = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -418,7 +467,9 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return "".join(content.split())
     parts = content or () if not isinstance(content, Mapping) else (content,)
-    return "".join(_text(part) if isinstance(part, str) else _text(part.get("text")) or _sorted(part) for part in parts)
+    return "".join(
+        _text(part) if isinstance(part, str) else _text(part.get("text")) or _sorted(part) for part in parts
+    )
 
 
 def _call(call: Mapping[str, Any]) -> list[str]:

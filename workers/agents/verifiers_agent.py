@@ -69,7 +69,9 @@ class Agent:
         return Agent, self._given
 
     async def __call__(self, record: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-        """Return the reward, and the rewards and metrics by name. Raises EpisodeError if the episode failed."""
+        """Return the reward, and the rewards and metrics by name. Raises EpisodeError if the
+        episode failed.
+        """
         env = self._environment
         task_type = type(env.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(record[TASK]), env.config.taskset.task)
@@ -87,7 +89,9 @@ def _reward(traces: list[vf.Trace]) -> dict[str, float]:
     """Raise EpisodeError unless one agent sampled from the policy, and learns: a session has one reward."""
     if len(traces) != 1 or not traces[0].agent.trainable:
         seats = ", ".join(f"{trace.agent.name} (trainable={trace.agent.trainable})" for trace in traces)
-        raise EpisodeError(f"of its agents, one that is trainable can have the policy as its model, not {seats}")
+        raise EpisodeError(
+            f"of its agents, one that is trainable can have the policy as its model, not {seats}"
+        )
     (trace,) = traces
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}

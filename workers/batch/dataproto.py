@@ -8,8 +8,8 @@
     objects   name -> object array [B]    anything else per sequence: uid
     meta      name -> anything            facts about the whole batch: step
 
-B sequences, T tokens of all sequences. The object store holds NumPy arrays, which readers map without a copy. Workers
-convert them to torch.
+B sequences, T tokens of all sequences. The object store holds NumPy arrays, which readers map without a copy.
+Workers convert them to torch.
 """
 
 from collections import Counter
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 ROUTED_EXPERTS = "routed_experts"
-"""Token column [T, L, k] of the experts that the engine chose in each layer. Only routers that replay them read it."""
+"""Token column [T, L, k] of the experts that the engine chose in each layer. Only routers that replay them
+read it.
+"""
 CONTEXT_DEGREE = "context_degree"
 """Column [B] of the ranks that share each sequence. Without it, all ranks of a context-parallel group do."""
 Array = Any  # np.ndarray in the object store, torch.Tensor in a worker
@@ -38,8 +40,9 @@ Array = Any  # np.ndarray in the object store, torch.Tensor in a worker
 class DataProto:
     """B sequences. Methods return a new batch, whose arrays may be views.
 
-    lengths: int64 [B], on the CPU. A batch for the engine has the token columns `input_ids`, int64, and `loss_mask`,
-    bool, True where the policy produced the token. Raises DataError if a column has the wrong size.
+    lengths: int64 [B], on the CPU. A batch for the engine has the token columns `input_ids`, int64, and
+    `loss_mask`, bool, True where the policy produced the token. Raises DataError if a column has the wrong
+    size.
     """
 
     lengths: Array
@@ -52,11 +55,16 @@ class DataProto:
         _check_sizes(self.tokens, int(self.lengths.sum()), "tokens")
         _check_sizes({**self.columns, **self.objects}, len(self.lengths), "sequences")
 
-    # --- construction -------------------------------------------------------------------------------------------------
+    # --- construction
+    # -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_list(cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None) -> "DataProto":
-        """Concatenate rows of lists or CPU tensors, as tensors. Raises DataError if the rows' columns differ."""
+    def from_list(
+        cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None
+    ) -> "DataProto":
+        """Concatenate rows of lists or CPU tensors, as tensors. Raises DataError if the rows'
+        columns differ.
+        """
         import torch
 
         if not rows:
@@ -75,8 +83,8 @@ class DataProto:
             sizes = {name: len(values) for name, values in row.items()}
             if wrong := wrong_length(sizes):
                 raise DataError(
-                    f"column {wrong[0]!r} has {sizes[wrong[0]]} tokens in sequence {index}, but {wrong[1]!r} has "
-                    f"{sizes[wrong[1]]}."
+                    f"column {wrong[0]!r} has {sizes[wrong[0]]} tokens in sequence {index}, but "
+                    f"{wrong[1]!r} has {sizes[wrong[1]]}."
                 )
         lengths = np.array([len(row[names[0]]) for row in rows], dtype=np.int64)
         return cls(lengths, {name: np.concatenate([row[name] for row in rows]) for name in names})
@@ -97,12 +105,15 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, tensor_dict: "TensorDict") -> "DataProto":
-        """Reverse `to_tensordict`. Raises DataError unless jagged columns exist and agree on their rows' lengths."""
+        """Reverse `to_tensordict`. Raises DataError unless jagged columns exist and agree on their rows'
+        lengths.
+        """
         from tensordict import NonTensorData, NonTensorStack
 
         jagged: dict[str, Any] = {}
         columns: dict[str, Any] = {}
-        objects, meta = {}, {}
+        objects = {}
+        meta = {}
         for name, value in tensor_dict.items():
             if isinstance(value, NonTensorStack):
                 objects[name] = object_column([item.data for item in value.unbind(0)])
@@ -118,26 +129,38 @@ class DataProto:
             if not found.equal(lengths[first]):
                 row = int((found != lengths[first]).nonzero()[0])
                 sizes = int(found[row]), int(lengths[first][row])
-                raise DataError(f"column {name!r} has {sizes[0]} tokens in row {row}, but {first!r} has {sizes[1]}.")
-        return cls(lengths[first], {name: value.values() for name, value in jagged.items()}, columns, objects, meta)
+                raise DataError(
+                    f"column {name!r} has {sizes[0]} tokens in row {row}, but {first!r} has {sizes[1]}."
+                )
+        return cls(
+            lengths[first], {name: value.values() for name, value in jagged.items()}, columns, objects, meta
+        )
 
     def to_tensordict(self) -> "TensorDict":
-        """Convert to jagged columns over one offsets tensor. Raises DataError if a meta key is a column's name, too."""
+        """Convert to jagged columns over one offsets tensor. Raises DataError if a meta key is a column's
+        name, too.
+        """
         import torch
         from tensordict import NonTensorData, NonTensorStack, TensorDict
 
         offsets = torch.from_numpy(self.offsets)
         entries: dict[str, Any] = {
-            name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in self.tokens.items()
+            name: torch.nested.nested_tensor_from_jagged(values, offsets)
+            for name, values in self.tokens.items()
         }
         entries |= self.columns
-        entries |= {name: NonTensorStack(*map(NonTensorData, values)) for name, values in self.objects.items()}
+        entries |= {
+            name: NonTensorStack(*map(NonTensorData, values)) for name, values in self.objects.items()
+        }
         twice = sorted(entries.keys() & self.meta.keys())
         if twice:
             raise DataError(f"{twice[0]!r} names a column and a key of the meta data. Rename one.")
-        return TensorDict(entries | {name: NonTensorData(value) for name, value in self.meta.items()}, [len(self)])
+        return TensorDict(
+            entries | {name: NonTensorData(value) for name, value in self.meta.items()}, [len(self)]
+        )
 
-    # --- sizes --------------------------------------------------------------------------------------------------------
+    # --- sizes
+    # --------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -167,14 +190,17 @@ class DataProto:
     def num_loss_tokens(self) -> int:
         return int(self.tokens["loss_mask"].sum())
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    # --- rows
+    # ---------------------------------------------------------------------------------------------------------
 
     def row(self, index: int) -> dict[str, Array]:
-        start, stop = self.offsets[index], self.offsets[index + 1]
+        start = self.offsets[index]
+        stop = self.offsets[index + 1]
         return {name: values[start:stop] for name, values in self.tokens.items()}
 
     def slice(self, start: int, stop: int) -> "DataProto":
-        first, last = self.offsets[start], self.offsets[stop]
+        first = self.offsets[start]
+        last = self.offsets[stop]
         return self._taken(slice(start, stop), slice(first, last))
 
     def select_idxs(self, indices: Sequence[int] | np.ndarray) -> "DataProto":

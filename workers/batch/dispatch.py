@@ -39,7 +39,9 @@ class Join(Enum):
     LIST = "a list with the result of every rank, in rank order"
     RANK_ZERO = "the result of rank zero, although all ranks take part"
     METRICS = "the metrics of one rank for each share of the plan, or of each dp group, merged"
-    RANK_ZERO_REFERENCE = "a reference to the first result of rank zero, which stays there, and merged metrics"
+    RANK_ZERO_REFERENCE = (
+        "a reference to the first result of rank zero, which stays there, and merged metrics"
+    )
     ROWS = "one number a sequence, in the order of the batch, from one rank for each share of the plan"
     TOKENS = "token columns that stay where they were made, in the order of the batch, and merged metrics"
 
@@ -82,13 +84,15 @@ class PlanResult:
     metrics: Metrics
 
 
-def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+def dispatch(
+    split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] = ()
+) -> Callable[[Callable], Callable]:
     """Mark a worker method as callable on the whole group.
 
-    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan. The method receives its
-    rows, in the plan's order, and its RankPlan. Join.TOKENS methods return `(DataProto, Metrics)` with the columns
-    `returns`, a row for each row received. Join.ROWS methods return one number for each row. Token columns in
-    a worker's attribute `unread` are left out.
+    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan. The method
+    receives its rows, in the plan's order, and its RankPlan. Join.TOKENS methods return `(DataProto,
+    Metrics)` with the columns `returns`, a row for each row received. Join.ROWS methods return one number for
+    each row. Token columns in a worker's attribute `unread` are left out.
     """
     if (join is Join.TOKENS) != bool(returns):
         raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
@@ -118,17 +122,22 @@ def split_arguments(
     kwargs: dict[str, Any],
     put: Callable[[Any], Any],
 ) -> list[Arguments]:
-    """Return every rank's arguments. `put` stores an object, once per dp rank. Raises DataError if they do not fit."""
+    """Return every rank's arguments. `put` stores an object, once per dp rank. Raises DataError if they do
+    not fit.
+    """
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
     if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
         kinds = [type(argument).__name__ for argument in args]
         raise DataError(f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}.")
-    batch, plan = args[0], args[1]
+    batch = args[0]
+    plan = args[1]
     cp_size = 1 + max(rank.cp for rank in ranks)
     of_ranks = [rank.share(plan, cp_size) for rank in ranks]
     if plan.ranks != 1 + max(of_ranks):
-        raise DataError(f"a plan for {plan.ranks} ranks cannot run on a group of {1 + max(of_ranks)} dp ranks.")
+        raise DataError(
+            f"a plan for {plan.ranks} ranks cannot run on a group of {1 + max(of_ranks)} dp ranks."
+        )
     shares = []
     for number in range(plan.ranks):
         rank_plan = plan.for_rank(number)
@@ -149,7 +158,9 @@ def leaders(ranks: Sequence[RankCoordinates], args: tuple[Any, ...]) -> list[int
 def join_tokens(
     mode: DispatchMode, plan: Plan, rows: int, blocks: Sequence[Any], metrics: Sequence[Metrics]
 ) -> PlanResult:
-    """Join a block and metrics per dp rank. Raises DataError if the plan omits any of the `rows` sequences."""
+    """Join a block and metrics per dp rank. Raises DataError if the plan omits any of the `rows`
+    sequences.
+    """
     rank, row = _places(plan, rows)
     where = [blocks[dp] for dp in rank], row.tolist()
     columns = {name: places(name, *where) for name in mode.returns}

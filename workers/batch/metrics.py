@@ -20,8 +20,9 @@ class Reduction(Enum):
 class Metric:
     """One number and how it joins others.
 
-    `value` is the total for SUM, the weighted total for MEAN, and the extreme for MAX and MIN. `weight` counts the
-    items behind a MEAN and `count` names their kind (`tokens`, `sequences`, `steps`). Both are 0 or empty otherwise.
+    `value` is the total for SUM, the weighted total for MEAN, and the extreme for MAX and MIN. `weight`
+    counts the items behind a MEAN and `count` names their kind (`tokens`, `sequences`, `steps`). Both are 0
+    or empty otherwise.
     """
 
     reduction: Reduction
@@ -55,7 +56,9 @@ class Metric:
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
         if self.count != other.count:
-            raise ValueError(f"cannot merge a mean over {self.count or 'items'} with one over {other.count or 'items'}")
+            raise ValueError(
+                f"cannot merge a mean over {self.count or 'items'} with one over {other.count or 'items'}"
+            )
         if self.reduction is Reduction.MAX:
             return Metric.max(max(self.value, other.value))
         if self.reduction is Reduction.MIN:
@@ -81,8 +84,9 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 1e-1}
 """Mean difference of a token's log-prob, nats, by the type that both sides compute in.
 
-float32: exact models reach 1e-6 within one process and 3e-5 between engine and trainer. bfloat16 keeps 8 bits: means of
-0.01 to 0.1 are usual, the larger ones for mixtures of experts, where rounding sends a token to another expert.
+float32: exact models reach 1e-6 within one process and 3e-5 between engine and trainer. bfloat16 keeps 8
+bits: means of 0.01 to 0.1 are usual, the larger ones for mixtures of experts, where rounding sends a token to
+another expert.
 """
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 IMAGES = "images"
-"""Column of the images in each sequence, objects [B] of `PlacedImage` tuples. Batches without images lack it."""
+"""Column of the images in each sequence, objects [B] of `PlacedImage` tuples. Batches without
+images lack it.
+"""
 
 
 def stored(images: Iterable[PlacedImage], known: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
@@ -56,7 +58,9 @@ def fetched(column: np.ndarray) -> np.ndarray:
 
 
 def places(column: str, blocks: Iterable["ObjectRef"], rows: Iterable[int]) -> np.ndarray:
-    """A token column of a RemoteBatch, objects [B]: a DataProto's reference, column and row for each sequence."""
+    """A token column of a RemoteBatch, objects [B]: a DataProto's reference, column and row for each
+    sequence.
+    """
     return object_column(list(zip(blocks, repeat(column), rows, strict=False)))
 
 
@@ -64,8 +68,8 @@ def places(column: str, blocks: Iterable["ObjectRef"], rows: Iterable[int]) -> n
 class RemoteBatch:
     """B sequences: light per-sequence columns in memory, token columns as references.
 
-    columns: name -> array [B] (uid, length, reward, ...). tokens: name -> `places`. meta: facts about the whole batch.
-    Immutable: every method returns a new handle and moves no token.
+    columns: name -> array [B] (uid, length, reward, ...). tokens: name -> `places`. meta: facts about the
+    whole batch. Immutable: every method returns a new handle and moves no token.
     """
 
     columns: dict[str, np.ndarray]
@@ -75,7 +79,9 @@ class RemoteBatch:
     def __post_init__(self) -> None:
         sizes = {name: len(column) for name, column in (self.columns | self.tokens).items()}
         if wrong := wrong_length(sizes):
-            raise DataError(f"column {wrong[0]!r} has {sizes[wrong[0]]} rows, but {wrong[1]!r} has {sizes[wrong[1]]}.")
+            raise DataError(
+                f"column {wrong[0]!r} has {sizes[wrong[0]]} rows, but {wrong[1]!r} has {sizes[wrong[1]]}."
+            )
 
     @staticmethod
     def of_block(block: "ObjectRef", columns: dict[str, np.ndarray], tokens: Sequence[str]) -> "RemoteBatch":
@@ -128,15 +134,21 @@ class RemoteBatch:
             raise DataError("cannot concatenate zero batches.")
         if any(IMAGES in batch.columns for batch in batches):
             batches = [
-                batch if IMAGES in batch.columns else batch.with_columns(images=object_column([()] * len(batch)))
+                batch
+                if IMAGES in batch.columns
+                else batch.with_columns(images=object_column([()] * len(batch)))
                 for batch in batches
             ]
         for batch in batches[1:]:
             if set(batch.columns) != set(batches[0].columns) or set(batch.tokens) != set(batches[0].tokens):
                 names = [sorted(set(b.columns) | set(b.tokens)) for b in (batches[0], batch)]
-                raise DataError(f"batches with different columns cannot be joined: {names[0]} and {names[1]}.")
+                raise DataError(
+                    f"batches with different columns cannot be joined: {names[0]} and {names[1]}."
+                )
             if batch.meta != batches[0].meta:
-                raise DataError(f"batches with different meta data cannot be joined: {batches[0].meta}, {batch.meta}.")
+                raise DataError(
+                    f"batches with different meta data cannot be joined: {batches[0].meta}, {batch.meta}."
+                )
         return RemoteBatch(
             {name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
             {name: np.concatenate([b.tokens[name] for b in batches]) for name in batches[0].tokens},
@@ -144,8 +156,8 @@ class RemoteBatch:
         )
 
     def gather(self, unread: Collection[str] = ()) -> DataProto:
-        """Fetch the rows as tensors, in the worker that needs them, without the columns `unread`. Raises DataError if
-        rows differ in length.
+        """Fetch the rows as tensors, in the worker that needs them, without the columns `unread`. Raises
+        DataError if rows differ in length.
         """
         import ray
 
@@ -153,16 +165,21 @@ class RemoteBatch:
         refs = list(dict.fromkeys(ref for column in read.values() for ref, _, _ in column))
         blocks = dict(zip(refs, ray.get(refs), strict=True))
         rows = {name: _rows(column, blocks) for name, column in read.items()}
-        lengths = {name: np.array([len(row) for row in found], dtype=np.int64) for name, found in rows.items()}
+        lengths = {
+            name: np.array([len(row) for row in found], dtype=np.int64) for name, found in rows.items()
+        }
         first = next(iter(lengths))
         for name, found in lengths.items():
             if not np.array_equal(found, lengths[first]):
                 row = np.flatnonzero(found != lengths[first])[0]
                 raise DataError(
-                    f"column {name!r} has {found[row]} tokens in row {row}, but {first!r} has {lengths[first][row]}."
+                    f"column {name!r} has {found[row]} tokens in row {row}, but {first!r} has "
+                    f"{lengths[first][row]}."
                 )
         # A rank may have no rows.
-        empty = {name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows}
+        empty = {
+            name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows
+        }
         tokens = {name: np.concatenate(found) if found else empty[name] for name, found in rows.items()}
         images = {IMAGES: fetched(self.columns[IMAGES])} if IMAGES in self.columns else {}
         return DataProto(lengths[first], tokens, self.columns | images, meta=self.meta).as_tensors()

@@ -20,11 +20,12 @@ OWN_NAMES = re.compile(r"(?:pass|maj)@\d+|(?:judge|tools)/.*")
 class Score:
     """The reward of one sample.
 
-    response: the text, with all its turns, "" if `RewardWorker` left it out. parts: further numbers to log. answer:
-    equal ones vote together in validation. failure: why there is no score, with a reward of 0. turns: of an episode,
-    the texts after the record's prompt, as {"policy": text}, {"environment": text} or {"inserted": text}. credit: of
-    each turn of an episode (sampled tokens, reward, hash of what the environment said before it). session: of an agent,
-    `Session.told`. judgement: the judge's last answer. scored: when it was known, in seconds since 1970, or 0.
+    response: the text, with all its turns, "" if `RewardWorker` left it out. parts: further numbers to log.
+    answer: equal ones vote together in validation. failure: why there is no score, with a reward of 0. turns:
+    of an episode, the texts after the record's prompt, as {"policy": text}, {"environment": text} or
+    {"inserted": text}. credit: of each turn of an episode (sampled tokens, reward, hash of what the
+    environment said before it). session: of an agent, `Session.told`. judgement: the judge's last answer.
+    scored: when it was known, in seconds since 1970, or 0.
     """
 
     reward: float
@@ -45,7 +46,11 @@ class Score:
         numbers = {"reward": self.reward, **self.parts}
         bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
         if bad:
-            failed = {"reward": 0.0, "parts": {}, "failure": self.failure or f"{bad}, not a finite float32 number"}
+            failed = {
+                "reward": 0.0,
+                "parts": {},
+                "failure": self.failure or f"{bad}, not a finite float32 number",
+            }
             for name, value in failed.items():
                 object.__setattr__(self, name, value)
 
@@ -60,12 +65,15 @@ def is_reserved(part: str) -> bool:
 
 
 def part_named(function: str) -> str:
-    """Return the name of a function's reward among the parts, if several are weighted. Many are called `reward`."""
+    """Return the name of a function's reward among the parts, if several are weighted. Many are called
+    `reward`.
+    """
     return f"{function}_function" if is_reserved(function) else function
 
 
 def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: Iterable[str] = ()) -> None:
-    """Raise DataError for a part that has a name of ours, or that reward functions and the environment both give.
+    """Raise DataError for a part that has a name of ours, or that reward functions and the environment both
+    give.
 
     environment: parts of the environment or agent, among which are `ours`.
     """
@@ -73,11 +81,14 @@ def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: 
     if names := sorted(filter(is_reserved, {*parts, *own})):
         raise DataError(f"reward part {names[0]!r}: Ballast has a number of this name. Rename the part.")
     if names := sorted(own & set(parts)):
-        raise DataError(f"reward part {names[0]!r}: reward functions and the environment both give it. Rename one.")
+        raise DataError(
+            f"reward part {names[0]!r}: reward functions and the environment both give it. Rename one."
+        )
 
 
 def as_score(value: Any, response: str, *, of: str = "the reward function") -> Score:
-    """Convert a finite number, or a mapping with `reward` (verl: `score`), others and perhaps `answer` (`pred`).
+    """Convert a finite number, or a mapping with `reward` (verl: `score`), others and perhaps `answer`
+    (`pred`).
 
     Raises DataError, which names a part that is not a number. of: what returned it.
     """
@@ -119,7 +130,8 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
 
     A failure of either fails the sample. The environment's `turns` are its opening and come first.
     """
-    told, session = score.turns, environment.session
+    told = score.turns
+    session = environment.session
     if environment.turns:
         told = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
@@ -140,13 +152,17 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
 
 
 def with_texts(score: Score, response: str = "", turns: tuple[dict[str, str], ...] = ()) -> Score:
-    """Add the texts that `RewardWorker` left out. An empty turn of the policy follows an environment's opening."""
+    """Add the texts that `RewardWorker` left out. An empty turn of the policy follows an environment's
+    opening.
+    """
     told = (*score.turns[:-1], *(turns or ({"policy": response},))) if score.turns else turns
     return replace(score, response=response, turns=told)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
-    """Return the weighted sum of rewards, the parts under functions' names if several, and the first answer."""
+    """Return the weighted sum of rewards, the parts under functions' names if several, and the
+    first answer.
+    """
     if len(scores) == 1:
         ((name, score),) = scores.items()
         return Score(weights[name] * score.reward, response, score.parts, score.answer)

@@ -15,7 +15,12 @@ class SupervisedLossConfig:
     aggregation: str = setting(
         "token_mean",
         "How token losses are aggregated. Denominators count the whole step.",
-        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
+        choices=(
+            "token_mean",
+            "sequence_mean_token_mean",
+            "sequence_mean_token_sum",
+            "sequence_mean_token_sum_norm",
+        ),
     )
     constant_length: int = setting(
         0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens.", minimum=0
@@ -27,7 +32,9 @@ MEANS_OF_SEQUENCES = ("sapo", "gspo", "gmpo")
 
 
 def automatic_aggregation(loss: str) -> str:
-    """Return what algorithm.loss.aggregation=auto means for a named loss, or an empty string for a custom one."""
+    """Return what algorithm.loss.aggregation=auto means for a named loss, or an empty string for a custom
+    one.
+    """
     if loss == "custom":
         return ""
     return "sequence_mean_token_mean" if loss in MEANS_OF_SEQUENCES else "token_mean"
@@ -51,7 +58,9 @@ class SumLossConfig:
 
 @dataclass(frozen=True)
 class WeightedLossConfig:
-    """The sum of sequences' log-probs, or scores, times the column `coefficient`: the gradient of a loss of pairs."""
+    """The sum of sequences' log-probs, or scores, times the column `coefficient`: the gradient of a loss of
+    pairs.
+    """
 
 
 POLICY_LOSS_NAMES = ("ppo_clip", "reinforce", "cispo", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov")
@@ -77,7 +86,8 @@ class RolloutCorrectionConfig:
     cap: float = setting(2.0, "Upper limit of importance weights.", above=0)
     rejection: str = setting(
         "none",
-        "Leave out each `token` whose ratio is outside the bounds, or each `sequence` whose geometric mean ratio is.",
+        "Leave out each `token` whose ratio is outside the bounds, or each `sequence` whose geometric mean "
+        "ratio is.",
         choices=("none", "token", "sequence"),
     )
     rejection_low: float = setting(0.5, "Lower bound of accepted ratios.", above=0, maximum=1)
@@ -107,15 +117,16 @@ class DistillationConfig:
     )
     over: str = setting(
         "top_k",
-        "What is compared at each token. `token`: only the sampled token, whose log-ratio is its advantage, an "
-        "unbiased estimate of the reverse KL's gradient. `top_k`: the teacher's likeliest tokens, and all others as "
-        "one. `vocabulary`: all tokens. The teacher's hidden states then travel to the policy.",
+        "What is compared at each token. `token`: only the sampled token, whose log-ratio is its "
+        "advantage, an unbiased estimate of the reverse KL's gradient. `top_k`: the teacher's likeliest "
+        "tokens, and all others as one. `vocabulary`: all tokens. The teacher's hidden states then travel "
+        "to the policy.",
         choices=("token", "top_k", "vocabulary"),
     )
     divergence: str = setting(
         "reverse_kl",
-        "`reverse_kl`: KL of the policy to the teacher. `forward_kl`: the opposite. `jsd`: the mean of both to their "
-        "mixture.",
+        "`reverse_kl`: KL of the policy to the teacher. `forward_kl`: the opposite. `jsd`: the mean of "
+        "both to their mixture.",
         choices=("reverse_kl", "forward_kl", "jsd"),
     )
     top_k: int = setting(64, "Number of the teacher's likeliest tokens.", minimum=1, maximum=4096)
@@ -128,8 +139,9 @@ class DistillationConfig:
 
 @dataclass
 class TeacherConfig:
-    """Frozen model that the policy learns from (algorithm.loss.distillation). It uses the policy's ranks, parallelism,
-    threads and model settings, without adapters."""
+    """Frozen model that the policy learns from (algorithm.loss.distillation). It uses the policy's ranks,
+    parallelism, threads and model settings, without adapters.
+    """
 
     only_with = (
         (".paths", "key"),
@@ -140,11 +152,13 @@ class TeacherConfig:
 
     path: str = setting(
         "",
-        "Model of the teacher. Its tokenizer gives the policy's tokens the same ids. Empty with teacher.context_key: "
-        "the policy as it is in each step.",
+        "Model of the teacher. Its tokenizer gives the policy's tokens the same ids. Empty with "
+        "teacher.context_key: the policy as it is in each step.",
     )
     paths: dict[str, str] = setting(
-        {}, "Several teachers by name, instead of teacher.path. They read in turn, each the samples of its records."
+        {},
+        "Several teachers by name, instead of teacher.path. They read in turn, each the samples of its "
+        "records.",
     )
     key: str = setting("teacher", "Column of the training records that names a record's teacher.")
     context_key: str = setting(
@@ -154,7 +168,8 @@ class TeacherConfig:
     )
     context_template: str = setting(
         "{prompt} Here is a correct solution: {context} Now answer in your own words.",
-        "Teacher's prompt: of a text, or of the last user message of a chat. Contains `{prompt}` and `{context}`.",
+        "Teacher's prompt: of a text, or of the last user message of a chat. Contains `{prompt}` and "
+        "`{context}`.",
     )
     forward_max_tokens_per_micro_batch: int = setting(
         0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
@@ -183,7 +198,9 @@ class LossConfig:
     )
 
     name: str = setting(
-        "ppo_clip", "Policy loss. `custom` uses algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
+        "ppo_clip",
+        "Policy loss. `custom` uses algorithm.loss.function.",
+        choices=(*POLICY_LOSS_NAMES, "custom"),
     )
     function: str = setting(
         "",
@@ -192,27 +209,30 @@ class LossConfig:
     )
     columns: str = setting(
         "",
-        "Columns of the training records for a custom loss, such as `level,source`. Numbers arrive as tensors, "
-        "anything else as objects.",
+        "Columns of the training records for a custom loss, such as `level,source`. Numbers arrive as "
+        "tensors, anything else as objects.",
     )
     old_entropies: bool = setting(
         False,
-        "Give a custom loss each token's entropy before the first update, as the column `old_entropies`. May need an "
-        "extra forward pass.",
+        "Give a custom loss each token's entropy before the first update, as the column `old_entropies`. "
+        "May need an extra forward pass.",
     )
     hidden_states: bool = setting(
         False, "Give a custom loss the last hidden states, with their gradient, as `predictions.hidden`."
     )
     clip_low: float = setting(
-        0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
+        0.2,
+        "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).",
+        minimum=0,
+        maximum=1,
     )
     clip_high: float = setting(
         0.2, "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).", minimum=0
     )
     dual_clip: float = setting(
         0.0,
-        "Bound on the loss of a token with negative advantage, in multiples of the advantage. 0 disables it, else it "
-        "must be above 1.",
+        "Bound on the loss of a token with negative advantage, in multiples of the advantage. 0 disables "
+        "it, else it must be above 1.",
         minimum=0,
     )
     sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate at positive advantages.", above=0)
@@ -225,7 +245,8 @@ class LossConfig:
     kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
     aggregation: str = setting(
         "auto",
-        "How token losses are aggregated. Denominators count the whole mini-batch. `auto` follows the loss's paper.",
+        "How token losses are aggregated. Denominators count the whole mini-batch. `auto` follows the "
+        "loss's paper.",
         choices=(
             "auto",
             "token_mean",
@@ -242,12 +263,15 @@ class LossConfig:
     kl_coefficient: float = setting(
         0.0, "Weight of the KL to the reference in the loss. 0 starts no reference.", minimum=0
     )
-    kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    kl_estimator: str = setting(
+        "k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute")
+    )
     kl_correction: str = setting(
         "none",
         "Gradient of the KL. `none`: gradient of the estimate, which for k1 and k3 is not the KL's. "
-        "`straight_through`: gradient of k2, which is the KL's on samples of the current policy (verl's `k3+`). "
-        "`importance`: k1 or k3 times the ratio to the old policy, also correct for older samples (DeepSeek-V3.2).",
+        "`straight_through`: gradient of k2, which is the KL's on samples of the current policy (verl's "
+        "`k3+`). `importance`: k1 or k3 times the ratio to the old policy, also correct for older samples "
+        "(DeepSeek-V3.2).",
         choices=("none", "straight_through", "importance"),
     )
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
@@ -261,7 +285,9 @@ class ValueLossConfig:
     only_with = (("several updates", "clip"),)
 
     clip: float = setting(
-        0.2, "Values that moved further than this during the update give no gradient. 0 disables clipping.", minimum=0
+        0.2,
+        "Values that moved further than this during the update give no gradient. 0 disables clipping.",
+        minimum=0,
     )
     aggregation: str = setting(
         "token_mean",
@@ -281,15 +307,17 @@ class GaeConfig:
         minimum=0,
         maximum=1,
     )
-    whiten: bool = setting(True, "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1.")
+    whiten: bool = setting(
+        True, "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1."
+    )
 
 
 @dataclass
 class KlInRewardConfig:
     """A penalty on the KL to the reference, subtracted from the rewards.
 
-    Per token with algorithm.advantage=gae or reinforce_plus_plus (with or without baseline), else per sequence.
-    Formulas: `workers.model.losses.returns` and `controller.algorithm.advantages`.
+    Per token with algorithm.advantage=gae or reinforce_plus_plus (with or without baseline), else per
+    sequence. Formulas: `workers.model.losses.returns` and `controller.algorithm.advantages`.
     """
 
     only_with = ((".target above 0", "horizon"),)
@@ -297,14 +325,18 @@ class KlInRewardConfig:
     coefficient: float = setting(
         0.0, "Weight of the penalty. With a target, the initial weight. 0 disables the penalty.", minimum=0
     )
-    estimator: str = setting("k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    estimator: str = setting(
+        "k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute")
+    )
     target: float = setting(
         0.0,
         "Target KL of a response, in nats. The weight is adapted to it at each step. 0 keeps the weight.",
         minimum=0,
     )
     horizon: int = setting(
-        10000, "Sequences after which a KL far from its target has changed the weight by about a fifth.", minimum=1
+        10000,
+        "Sequences after which a KL far from its target has changed the weight by about a fifth.",
+        minimum=1,
     )
 
 
@@ -315,19 +347,24 @@ def check_policy_loss(config: LossConfig) -> None:
     """Raise ConfigError if settings of a policy loss conflict."""
     check_constant_length("algorithm.loss.", config.aggregation, config.constant_length)
     if 0 < config.dual_clip <= 1:
-        raise ConfigError(f"algorithm.loss.dual_clip={config.dual_clip} must be above 1, or 0 for no dual clip.")
+        raise ConfigError(
+            f"algorithm.loss.dual_clip={config.dual_clip} must be above 1, or 0 for no dual clip."
+        )
     if config.clip_cov_low >= config.clip_cov_high:
         raise ConfigError(
-            f"algorithm.loss.clip_cov_low={config.clip_cov_low} is not below clip_cov_high={config.clip_cov_high}."
+            f"algorithm.loss.clip_cov_low={config.clip_cov_low} is not below "
+            f"clip_cov_high={config.clip_cov_high}."
         )
 
 
 def check_constant_length(section: str, aggregation: str, constant_length: int) -> None:
-    """Raise ConfigError if the aggregation needs `constant_length`. section: of the settings, with a dot at its end."""
+    """Raise ConfigError if the aggregation needs `constant_length`. section: of the settings, with a dot at
+    its end.
+    """
     if aggregation == NORM and constant_length <= 0:
         raise ConfigError(
-            f"{section}aggregation={NORM} divides by {section}constant_length, which is {constant_length}. Set it, "
-            "such as to the tokens of the longest response."
+            f"{section}aggregation={NORM} divides by {section}constant_length, which is {constant_length}. "
+            "Set it, such as to the tokens of the longest response."
         )
 
 

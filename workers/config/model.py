@@ -24,20 +24,20 @@ class LoraConfig:
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
     target_modules: str = setting(
         "all-linear",
-        "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. `all-linear` is every "
-        "linear module except the output layer.",
+        "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. "
+        "`all-linear` is every linear module except the output layer.",
     )
     policies: int = setting(
         1,
-        "LoRA policies that are trained from one base model, each by its name (see docs/lora.md). Engines then take "
-        "adapters, not merged weights. Above 1 only in a loop of your own (`ballast.open`).",
+        "LoRA policies that are trained from one base model, each by its name (see docs/lora.md). Engines "
+        "then take adapters, not merged weights. Above 1 only in a loop of your own (`ballast.open`).",
         minimum=1,
         maximum=1_000,
     )
     versions: int = setting(
         2,
-        "Newest published weights of each policy that engines keep, so that earlier ones can still be sampled. Each "
-        "takes the memory of its adapters in every engine.",
+        "Newest published weights of each policy that engines keep, so that earlier ones can still be "
+        "sampled. Each takes the memory of its adapters in every engine.",
         minimum=1,
         maximum=1_000,
     )
@@ -55,33 +55,37 @@ class ModelConfig:
         (".lora.rank=0", "train_vision"),
     )
 
-    path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
+    path: str = setting(
+        "???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache."
+    )
     chat_template: str = setting(
         "",
-        "Jinja file with a chat template, used instead of the model's own. Every node needs it. Saved models have it "
-        "as chat_template.jinja.",
+        "Jinja file with a chat template, used instead of the model's own. Every node needs it. Saved "
+        "models have it as chat_template.jinja.",
     )
     dtype: str = setting(
         "auto",
-        "Parameter and compute type. `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in float32).",
+        "Parameter and compute type. `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in "
+        "float32).",
         choices=("auto", "float32", "bfloat16"),
     )
     attention: str = setting(
         "auto",
-        "Attention kernel. Packed: `varlen` (CUDA), `flash3` (Hopper, FlashAttention 3 package), `flash` (CUDA, "
-        "flash-attn package), `sdpa` (one call per sequence, any device). Padded: these, or transformers' own `sdpa` "
-        "or `eager`. `auto` chooses by device, packages and model.",
+        "Attention kernel. Packed: `varlen` (CUDA), `flash3` (Hopper, FlashAttention 3 package), `flash` "
+        "(CUDA, flash-attn package), `sdpa` (one call per sequence, any device). Padded: these, or "
+        "transformers' own `sdpa` or `eager`. `auto` chooses by device, packages and model.",
         choices=("auto", "varlen", "flash3", "flash", "sdpa", "eager"),
     )
     layout: str = setting(
         "packed",
-        "`packed`: a micro-batch is one row without padding. `padded`: one row per sequence, for models whose "
-        "attention cannot separate packed sequences.",
+        "`packed`: a micro-batch is one row without padding. `padded`: one row per sequence, for models "
+        "whose attention cannot separate packed sequences.",
         choices=("packed", "padded"),
     )
     length_multiple: int = setting(
         1,
-        "Pad each sequence (packed) or row (padded) to a multiple of this many tokens, for kernels that need it.",
+        "Pad each sequence (packed) or row (padded) to a multiple of this many tokens, for kernels that "
+        "need it.",
         minimum=1,
     )
     forward_layout: str = setting(
@@ -94,8 +98,8 @@ class ModelConfig:
     )
     share_prefixes: str = setting(
         "auto",
-        "Compute tokens that start several sequences of a micro-batch, such as a group's prompt, only once. `auto` "
-        "does so if model, layout and attention allow it.",
+        "Compute tokens that start several sequences of a micro-batch, such as a group's prompt, only "
+        "once. `auto` does so if model, layout and attention allow it.",
         choices=("auto", "always", "never"),
     )
     min_shared_tokens: int = setting(
@@ -103,15 +107,15 @@ class ModelConfig:
     )
     gradient_checkpointing: str = setting(
         "none",
-        "What the backward pass recomputes to save memory. `none`: nothing. `selective`: all but attention and matrix "
-        "products (in compiled layers, all but attention). `full`: whole layers. `auto`: the least that fits into the "
-        "GPU, measured on a simulated one, layer by layer; `none` on CPUs.",
+        "What the backward pass recomputes to save memory. `none`: nothing. `selective`: all but attention "
+        "and matrix products (in compiled layers, all but attention). `full`: whole layers. `auto`: the "
+        "least that fits into the GPU, measured on a simulated one, layer by layer; `none` on CPUs.",
         choices=("none", "selective", "full", "auto"),
     )
     recompute_num_layers: int = setting(
         0,
-        "Layers of each pipeline stage, from its first on, to which gradient_checkpointing applies. 0 is all. The "
-        "others recompute less: `selective` instead of `full`, `none` instead of `selective`.",
+        "Layers of each pipeline stage, from its first on, to which gradient_checkpointing applies. 0 is "
+        "all. The others recompute less: `selective` instead of `full`, `none` instead of `selective`.",
         minimum=0,
     )
     activation_offload: bool = setting(
@@ -119,39 +123,41 @@ class ModelConfig:
     )
     compile: str = setting(
         "auto",
-        "Compile each decoder layer around its attention (torch.compile): fewer, larger kernels. The first step takes "
-        "half a minute longer. `auto` does so on GPUs, without tensor parallelism, for models without images.",
+        "Compile each decoder layer around its attention (torch.compile): fewer, larger kernels. The first "
+        "step takes half a minute longer. `auto` does so on GPUs, without tensor parallelism, for models "
+        "without images.",
         choices=("auto", "always", "never"),
     )
     logprob_chunk_tokens: int = setting(
         0,
-        "Tokens whose logits exist at the same time. This bounds the memory of log-probs (tokens x vocabulary). 0 "
-        "means 2,048 on a GPU and 256 on a CPU. GPUs add to the output layer's gradient once per chunk.",
+        "Tokens whose logits exist at the same time. This bounds the memory of log-probs (tokens x "
+        "vocabulary). 0 means 2,048 on a GPU and 256 on a CPU. GPUs add to the output layer's gradient "
+        "once per chunk.",
         minimum=0,
     )
     router_replay: str = setting(
         "none",
-        "Return the experts that engines chose for each token (mixtures of experts, engines on GPUs). `compare` "
-        "counts how many differ from the policy's choice. `replay` also uses them in the policy's passes, so that "
-        "log-probs of engine and trainer differ only by rounding (R3).",
+        "Return the experts that engines chose for each token (mixtures of experts, engines on GPUs). "
+        "`compare` counts how many differ from the policy's choice. `replay` also uses them in the "
+        "policy's passes, so that log-probs of engine and trainer differ only by rounding (R3).",
         choices=("none", "compare", "replay"),
     )
     router_aux_loss_coefficient: float = setting(
         0.0,
-        "Weight of the routers' load-balancing loss (mixtures of experts), per sequence and summed over layers. It "
-        "affects the policy's gradient, not the metric `loss`.",
+        "Weight of the routers' load-balancing loss (mixtures of experts), per sequence and summed over "
+        "layers. It affects the policy's gradient, not the metric `loss`.",
         minimum=0,
     )
     router_z_loss_coefficient: float = setting(
         0.0,
-        "Weight of the routers' z-loss, the squared log-sum-exp of their logits. It affects the policy's gradient, "
-        "not the metric `loss`.",
+        "Weight of the routers' z-loss, the squared log-sum-exp of their logits. It affects the policy's "
+        "gradient, not the metric `loss`.",
         minimum=0,
     )
     train_vision: bool = setting(
         False,
-        "Train the part of a vision-language model that turns images into embeddings (vision tower and projector). By "
-        "default it is frozen.",
+        "Train the part of a vision-language model that turns images into embeddings (vision tower and "
+        "projector). By default it is frozen.",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -173,7 +179,9 @@ class ModelConfig:
         )
 
     def checkpointing_of(self, layers: int) -> list[str]:
-        """Return the mode of gradient checkpointing of each layer of a stage. An `auto` that nobody decided is full."""
+        """Return the mode of gradient checkpointing of each layer of a stage. An `auto` that nobody decided
+        is full.
+        """
         mode = "full" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
         count = min(self.recompute_num_layers or layers, layers)
         return [mode] * count + [LIGHTER.get(mode, mode)] * (layers - count)
@@ -189,7 +197,9 @@ class ModelConfig:
         return layout, self.forward_length_multiple or self.length_multiple
 
     def attention_layout(self, *, shared: bool = False) -> str:
-        """Return `packed` if our attention runs, over segments, or `padded` if transformers' does, over rows."""
+        """Return `packed` if our attention runs, over segments, or `padded` if transformers'
+        does, over rows.
+        """
         # Transformers' does not support ranks that share sequences or layers.
         layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
         ours = shared or "packed" in layouts or self.attention in CUDA_KERNELS
@@ -198,6 +208,11 @@ class ModelConfig:
 
 def checkpointing_words(model: ModelConfig) -> str:
     """Describe what `model.gradient_checkpointing=auto` was decided to be."""
-    mode, layers = model.gradient_checkpointing, model.recompute_num_layers
-    where = f"in the first {layers} layers of each stage, {LIGHTER[mode]} in the others" if layers else "in all layers"
+    mode = model.gradient_checkpointing
+    layers = model.recompute_num_layers
+    where = (
+        f"in the first {layers} layers of each stage, {LIGHTER[mode]} in the others"
+        if layers
+        else "in all layers"
+    )
     return f"model.gradient_checkpointing=auto: {mode} {where}"

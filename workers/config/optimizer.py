@@ -19,8 +19,8 @@ class StepSettings:
 
 @dataclass
 class OptimizerConfig:
-    """Formulas: `workers.model.optimizer.optimizer` and `workers.model.optimizer.muon`. Clipping and skipped steps are
-    the same for all.
+    """Formulas: `workers.model.optimizer.optimizer` and `workers.model.optimizer.muon`. Clipping and skipped
+    steps are the same for all.
     """
 
     only_with = (
@@ -39,20 +39,23 @@ class OptimizerConfig:
 
     name: str = setting(
         "adamw",
-        "`adamw`. `muon`: Muon for the matrices of the layers, AdamW for all else (embeddings, output layer, norms, "
-        "biases). `sgd`: with Nesterov momentum. `custom` uses the section's `function` (see docs/optimizers.md).",
+        "`adamw`. `muon`: Muon for the matrices of the layers, AdamW for all else (embeddings, output "
+        "layer, norms, biases). `sgd`: with Nesterov momentum. `custom` uses the section's `function` (see "
+        "docs/optimizers.md).",
         choices=("adamw", "muon", "sgd", "custom"),
     )
     function: str = setting(
         "",
-        "Custom optimiser, `module:function` or `path/file.py:function`: named parameters and these settings in, a "
-        "torch optimiser out. The file must have the same path on every node.",
+        "Custom optimiser, `module:function` or `path/file.py:function`: named parameters and these "
+        "settings in, a torch optimiser out. The file must have the same path on every node.",
     )
     learning_rate: float = setting(1e-6, "Peak learning rate. `muon` takes AdamW's.", above=0, maximum=1)
     vision_learning_rate: float = setting(
         0.0, "Peak learning rate of the vision tower. 0 takes learning_rate.", minimum=0, maximum=1
     )
-    weight_decay: float = setting(0.0, "Decoupled weight decay. With `sgd` in the gradient.", minimum=0, maximum=100)
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay. With `sgd` in the gradient.", minimum=0, maximum=100
+    )
     weight_decay_on: str = setting(
         "matrices", "What decays. `matrices` leaves out norms and biases.", choices=("matrices", "all")
     )
@@ -68,21 +71,28 @@ class OptimizerConfig:
         choices=("constant", "linear", "cosine", "wsd", "custom"),
     )
     schedule_function: str = setting(
-        "", "Custom schedule, as `function`: `(step, total_steps)` in, a share of the peak out. Warm-up comes first."
+        "",
+        "Custom schedule, as `function`: `(step, total_steps)` in, a share of the peak out. Warm-up comes "
+        "first.",
     )
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     warmup_ratio: float = setting(0.0, "Warm-up as a share of all optimiser steps.", minimum=0, below=1)
     total_steps: int = setting(
         0, "Optimiser steps after which the schedule ends. 0 derives it from run.steps and batch.", minimum=0
     )
-    decay_ratio: float = setting(0.2, "Share of all optimiser steps in which `wsd` falls.", above=0, maximum=1)
+    decay_ratio: float = setting(
+        0.2, "Share of all optimiser steps in which `wsd` falls.", above=0, maximum=1
+    )
     final_learning_rate_ratio: float = setting(
-        0.0, "Final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak.", minimum=0, maximum=1
+        0.0,
+        "Final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak.",
+        minimum=0,
+        maximum=1,
     )
     max_skipped_steps: int = setting(
         10,
-        "Stop the run after this many skipped optimiser steps in a row. Steps are skipped if loss or gradient is NaN "
-        "or infinite.",
+        "Stop the run after this many skipped optimiser steps in a row. Steps are skipped if loss or "
+        "gradient is NaN or infinite.",
         minimum=1,
     )
 

@@ -35,9 +35,13 @@ class EngineAdapters:
         self._loaded: dict[int, LoRARequest] = {}
 
     def of(self, version: int) -> "LoRARequest | None":
-        """Return a version's, or None for the base model, 0. Raises RolloutError for a version that is not there."""
+        """Return a version's, or None for the base model, 0. Raises RolloutError for a version that is not
+        there.
+        """
         if version and version not in self._loaded:
-            raise RolloutError(f"adapter={version}: the engine does not have this version. Publish the policy.")
+            raise RolloutError(
+                f"adapter={version}: the engine does not have this version. Publish the policy."
+            )
         return self._loaded.get(version)
 
     async def load(self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]) -> None:

@@ -58,7 +58,12 @@ class GroupedAdapters(PunicaWrapperCPU):
     """x A^T B^T of each adapter, for its tokens at once. Tokens without an adapter stay as they are."""
 
     def update_metadata(
-        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **options: Any
+        self,
+        mapping: Any,
+        lora_index_to_id: list[int | None],
+        max_loras: int,
+        vocab_size: int,
+        **options: Any,
     ) -> None:
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         self._of_tokens, self._of_logits = _groups(self.token_lora_indices), _groups(self.sampler_indices)
@@ -73,10 +78,12 @@ class GroupedAdapters(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **options: Any,
     ) -> None:
-        """Add to y [tokens, outputs]. x: [tokens, inputs]. A: [adapters, 1, rank, inputs], B: [adapters, 1, outputs of
-        a slice, rank].
+        """Add to y [tokens, outputs]. x: [tokens, inputs]. A: [adapters, 1, rank, inputs], B: [adapters, 1,
+        outputs of a slice, rank].
         """
-        flat, x, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
+        flat = y.view(-1, y.shape[-1])
+        x = x.view(-1, x.shape[-1])
+        start = 0
         for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             for slot, rows in self._of_tokens:
                 flat[rows, start : start + size] += x[rows] @ a[slot, 0].T @ b[slot, 0].T * scale
@@ -89,9 +96,16 @@ class GroupedAdapters(PunicaWrapperCPU):
             y[rows] += x[rows] @ lora_b_stacked[slot, 0].T
 
     def add_lora_logits(
-        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **options: Any
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Tensor,
+        lora_b_stacked: Tensor,
+        scale: float,
+        **options: Any,
     ) -> None:
-        flat, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        flat = y.view(-1, y.shape[-1])
+        x = x.view(-1, x.shape[-1])
         for slot, rows in self._of_logits:
             added = x[rows] @ lora_a_stacked[slot, 0].T @ lora_b_stacked[slot, 0].T * scale
             flat[rows, : added.shape[-1]] += added
@@ -106,4 +120,6 @@ def _groups(slots: Tensor) -> list[tuple[int, Tensor | slice]]:
 
 
 if current_platform.is_cpu():
-    type(current_platform).get_punica_wrapper = classmethod(lambda cls: f"{__name__}.{GroupedAdapters.__name__}")
+    type(current_platform).get_punica_wrapper = classmethod(
+        lambda cls: f"{__name__}.{GroupedAdapters.__name__}"
+    )

@@ -2,7 +2,8 @@
 
     {quantization: fp8} --allowed?--> compatible with weight updates? --> AsyncEngineArgs
 
-Only listed arguments pass: others name classes, modules, files or addresses, and so could run code or reach out.
+Only listed arguments pass: others name classes, modules, files or addresses, and so could run code or reach
+out.
 """
 
 import difflib
@@ -14,12 +15,16 @@ from workers.errors import ConfigError
 ALLOWED = {
     "all2all_backend", "async_scheduling", "attention_backend", "block_size", "cudagraph_capture_sizes",
     "decode_context_parallel_size", "disable_cascade_attn", "disable_custom_all_reduce",
-    "disable_hybrid_kv_cache_manager", "disable_log_stats", "distributed_timeout_seconds", "enable_chunked_prefill",
+    "disable_hybrid_kv_cache_manager", (
+        "disable_log_stats"
+    ), "distributed_timeout_seconds", "enable_chunked_prefill",
     "enable_dbo", "enable_expert_parallel", "enable_flashinfer_autotune", "enable_prefix_caching",
     "expert_placement_strategy", "gdn_prefill_backend", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
     "linear_backend", "load_format", "long_prefill_token_threshold", "mamba_backend", "mamba_block_size",
     "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype", "max_cudagraph_capture_size",
-    "max_num_batched_tokens", "max_parallel_loading_workers", "moe_backend", "num_gpu_blocks_override", "numa_bind",
+    "max_num_batched_tokens", (
+        "max_parallel_loading_workers"
+    ), "moe_backend", "num_gpu_blocks_override", "numa_bind",
     "optimization_level", "performance_mode", "quantization", "skip_mm_profiling", "speculative_config",
     "stream_interval", "use_fp64_gumbel", "use_tqdm_on_load",
 }  # fmt: skip
@@ -54,15 +59,25 @@ OWNED = {
 REFUSED = {
     "trust_remote_code": "code of a model is never run",
     "logprobs_mode": "the loss relies on log-probs of the distribution that the trainer computes",
-    "logits_processors": "samples would come from another distribution than the one that the trainer computes",
-    "hf_overrides": "the engine would compute another model than the trainer. Change the config.json of model.path",
-    "hf_config_path": "the engine would compute another model than the trainer. Change the config.json of model.path",
+    "logits_processors": (
+        "samples would come from another distribution than the one that the trainer computes"
+    ),
+    "hf_overrides": (
+        "the engine would compute another model than the trainer. Change the config.json of model.path"
+    ),
+    "hf_config_path": (
+        "the engine would compute another model than the trainer. Change the config.json of model.path"
+    ),
     "mm_processor_cache_gb": "the engine's actor keeps processed images",
     "enable_eplb": "experts that change their GPU cannot be followed by updates of weights",
-    "cpu_offload_gb": "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization "
-    "or rollout.tensor_parallel",
-    "offload_group_size": "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization "
-    "or rollout.tensor_parallel",
+    "cpu_offload_gb": (
+        "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization or "
+        "rollout.tensor_parallel"
+    ),
+    "offload_group_size": (
+        "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization or "
+        "rollout.tensor_parallel"
+    ),
 }
 """No setting may change them."""
 
@@ -83,7 +98,9 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is unknown, follows from another setting, or breaks weight updates."""
+    """Raise ConfigError for an option that is unknown, follows from another setting, or breaks weight
+    updates.
+    """
     for name, value in options.items():
         if name in OWNED:
             raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}. Set that instead.")
@@ -99,17 +116,24 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
 def _check_value(name: str, value: Any) -> None:
     if name == "quantization" and value is not None and value not in ONLINE_QUANTIZATION:
         raise ConfigError(
-            f"rollout.engine.quantization={value} is for weights that were quantized beforehand, and the policy's are "
-            f"not. Use one of {', '.join(ONLINE_QUANTIZATION)}."
+            f"rollout.engine.quantization={value} is for weights that were quantized beforehand, and the "
+            f"policy's are not. Use one of {', '.join(ONLINE_QUANTIZATION)}."
         )
     if name == "speculative_config":
         method = value.get("method") if isinstance(value, Mapping) else None
         if method not in DRAFTS_WITHOUT_WEIGHTS:
             raise ConfigError(
-                f"rollout.engine.speculative_config: the draft model of method={method} gets no new weights, and fits "
-                f"the policy less with every step. Use one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}."
+                f"rollout.engine.speculative_config: the draft model of method={method} gets no new "
+                "weights, and fits the policy less with every step. Use one of "
+                f"{', '.join(DRAFTS_WITHOUT_WEIGHTS)}."
             )
-        if extra := [key for key, part in value.items() if key != "method" and not isinstance(part, (int, float))]:
-            raise ConfigError(f"rollout.engine.speculative_config.{extra[0]}: expected a number. Leave it out.")
+        if extra := [
+            key for key, part in value.items() if key != "method" and not isinstance(part, (int, float))
+        ]:
+            raise ConfigError(
+                f"rollout.engine.speculative_config.{extra[0]}: expected a number. Leave it out."
+            )
     if name == "load_format" and value not in ("auto", "safetensors"):
-        raise ConfigError(f"rollout.engine.load_format={value}: weights are safetensors. Use auto or safetensors.")
+        raise ConfigError(
+            f"rollout.engine.load_format={value}: weights are safetensors. Use auto or safetensors."
+        )

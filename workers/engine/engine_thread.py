@@ -3,12 +3,12 @@
     AsyncLLM --commands, futures--> [thread: commands between two steps, one step after another while requests wait]
         ^------------ outputs of a step, as they are, no serialisation -------------|
 
-On a CPU a second process competes for cores: it loads vLLM again (12 s) and serialises every step's tokens (a seventh
-of a small model's time). Commands of one turn of the event loop are passed on together, so that a round's requests are
-all in its first step.
+On a CPU a second process competes for cores: it loads vLLM again (12 s) and serialises every step's tokens (a
+seventh of a small model's time). Commands of one turn of the event loop are passed on together, so that a
+round's requests are all in its first step.
 
-The actor must not import Numba first: on a CPU without Triton vLLM 0.32 inspects all loaded modules, and fails on an
-object of llvmlite that has every attribute.
+The actor must not import Numba first: on a CPU without Triton vLLM 0.32 inspects all loaded modules, and
+fails on an object of llvmlite that has every attribute.
 """
 
 import asyncio
@@ -119,7 +119,8 @@ class EngineThread(EngineCoreClient):
 
     def _hand_over(self) -> None:
         """Pass on gathered commands, even to a thread that has ended."""
-        gathered, self._gathered = self._gathered, []
+        gathered = self._gathered
+        self._gathered = []
         self._commands.put(gathered)
         if self.resources.engine_dead:
             self._refuse_commands()

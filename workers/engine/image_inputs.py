@@ -24,7 +24,9 @@ KEPT = 32  # processed images, of up to 24 MB for a million pixels
 class ImageInputs:
     def __init__(self, engine: "AsyncLLM") -> None:
         self._engine = engine
-        self._processed: dict[int, asyncio.Task[tuple[Any, int, int]]] = {}  # by digest, the last used one at the end
+        self._processed: dict[
+            int, asyncio.Task[tuple[Any, int, int]]
+        ] = {}  # by digest, the last used one at the end
         self._one = asyncio.Lock()  # vLLM's processor takes one call at a time
 
     async def prompt(self, ids: np.ndarray, images: Sequence[PlacedImage], salt: str) -> Any:
@@ -34,7 +36,8 @@ class ImageInputs:
 
         if not images:
             return tokens_input(ids.tolist(), cache_salt=salt)
-        items, places = [], []
+        items = []
+        places = []
         for each in images:
             item, token, tokens = await asyncio.shield(self._item(each.image))
             items.append(item)
@@ -83,7 +86,9 @@ def _place(ids: np.ndarray, placed: PlacedImage, token: int, tokens: int) -> Any
     (cells,) = np.nonzero(is_embed)
     if len(cells) != tokens:
         size = f"{placed.image.width} x {placed.image.height}"
-        raise DataError(f"an image of {size} has {len(cells)} placeholders in the prompt, and {tokens} in the engine.")
+        raise DataError(
+            f"an image of {size} has {len(cells)} placeholders in the prompt, and {tokens} in the engine."
+        )
     between = is_embed[cells[0] : cells[-1] + 1]
     mask = None if between.all() else torch.from_numpy(between.copy())
     return PlaceholderRange(placed.first + int(cells[0]), len(between), mask)

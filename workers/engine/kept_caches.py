@@ -3,7 +3,8 @@
     request of a sample --salt--> vLLM's prefix cache: shared by samples that began after the same update
     update --too_old?--> running requests keep their keys and values, or compute them again
 
-A later turn continues the cache of its sample until that is too old. New samples never read old keys and values.
+A later turn continues the cache of its sample until that is too old. New samples never read old keys and
+values.
 """
 
 from collections import Counter
@@ -20,7 +21,9 @@ class KeptCaches:
         limits = {"recompute": 0.0, "auto": float(config.max_staleness), "keep": float("inf")}
         self.oldest = limits[config.kv_cache_after_update]
         self._updates = 0
-        self._computed: dict[int, int] = {}  # by salt: the update after which its keys and values were computed
+        self._computed: dict[
+            int, int
+        ] = {}  # by salt: the update after which its keys and values were computed
         self._salts: dict[int, int] = {}  # by a sample's seed
         self._running: Counter[int] = Counter()  # requests by salt
 

@@ -19,13 +19,15 @@ def check_placement(placement: str, *, has_gpu: bool) -> None:
         device = "GPU" if has_gpu else "CPU"
         fit = "colocated or apart" if has_gpu else "shared_memory"
         raise ConfigError(
-            f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, which an engine on a {device} "
-            f"cannot receive. Set rollout.placement to {fit}."
+            f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, which an engine on a "
+            f"{device} cannot receive. Set rollout.placement to {fit}."
         )
 
 
 def needs_frozen_tower(placement: str) -> bool:
-    """Return whether an update brings a frozen vision tower too: a colocated engine's sleep drops every weight."""
+    """Return whether an update brings a frozen vision tower too: a colocated engine's sleep drops every
+    weight.
+    """
     return placement == "colocated"
 
 

@@ -2,8 +2,8 @@
 
     prompt | 1 | 2 | 3 | ... | 64 | 65 .. 68 | 69 .. 72 | ...     a hash of all tokens up to each bar after the first
 
-Two samples of a prompt share tokens up to their last equal hash. At most a 16th more stays unseen, and nothing within
-the first 64 tokens after the prompt.
+Two samples of a prompt share tokens up to their last equal hash. At most a 16th more stays unseen, and
+nothing within the first 64 tokens after the prompt.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ def prefix_hashes(ids: np.ndarray, prompt_tokens: int) -> bytes:
     """Return uint32 numbers, one per entry of `hashed_places`, the same in every process.
 
     ids: a sample's tokens, int32 [n], or their `workers.images.images.keys`. A hash is the upper half of
-    sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j, with fixed a_j. Different prefixes collide with a probability of
-    about 2^-32.
+    sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j, with fixed a_j. Different prefixes collide with a
+    probability of about 2^-32.
     """
     places = hashed_places(len(ids) - prompt_tokens) + prompt_tokens
     numbers = np.arange(1, len(ids) + 1, dtype=np.uint64) * _ODD

@@ -15,7 +15,9 @@ from workers.batch.score import Score
 from workers.environment import Text
 from workers.images.images import PlacedImage
 
-NOT_SAMPLED, INSERTED = -1, -2  # versions of tokens between turns, and within a turn by a thinking budget
+# versions of tokens between turns, and within a turn by a thinking budget
+NOT_SAMPLED = -1
+INSERTED = -2
 STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
 # "Steps" for the seeds of samples that no step trains on, one for each kind of sampling.
@@ -29,9 +31,9 @@ JUDGE_STEP = -4  # of a judge's answers
 class EpisodeStart:
     """The record of an episode, and its prompt before tokenizing (text or chat messages).
 
-    options: with which the prompt was rendered, see `workers.rendering.Options`. image_key: column that an environment
-    or agent gets the prompt's images in, or empty. prompt_key: the prompt's column. image_pixels: of images that it
-    sends, see `workers.images.images.resized`.
+    options: with which the prompt was rendered, see `workers.rendering.Options`. image_key: column that an
+    environment or agent gets the prompt's images in, or empty. prompt_key: the prompt's column. image_pixels:
+    of images that it sends, see `workers.images.images.resized`.
     """
 
     record: dict[str, Any]
@@ -46,12 +48,13 @@ class EpisodeStart:
 class Response:
     """Tokens that an engine sampled: a response, a turn of an episode, or the beginning of either.
 
-    ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the weights, or
-    INSERTED.
-    finish_reason: `stop` or `length`, empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
-    were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read, with model.router_replay.
-    stop_string: whether a text of sampling.stop ended it, so that its last token is not an end token. images: of tokens
-    that were not sampled, placed in `ids`.
+    ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the
+    weights, or INSERTED.
+    finish_reason: `stop` or `length`, empty while unfinished. read_tokens: tokens before it, of which
+    `cached_tokens` were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read,
+    with model.router_replay.
+    stop_string: whether a text of sampling.stop ended it, so that its last token is not an end token. images:
+    of tokens that were not sampled, placed in `ids`.
     """
 
     ids: np.ndarray
@@ -69,7 +72,9 @@ class Response:
         return int(np.sum(self.versions >= 0))
 
     def after(self, begun: "Response | None") -> "Response":
-        """Join with the beginning that another engine sampled, which this engine read as a part of the prompt."""
+        """Join with the beginning that another engine sampled, which this engine read as a part of the
+        prompt.
+        """
         if begun is None:
             return self
         read = max(0, self.read_tokens - len(begun.ids))
@@ -83,7 +88,9 @@ class Response:
         )
 
 
-def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED, images: tuple[PlacedImage, ...] = ()) -> Response:
+def not_sampled(
+    ids: np.ndarray, version: int = NOT_SAMPLED, images: tuple[PlacedImage, ...] = ()
+) -> Response:
     return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32), images=images)
 
 
@@ -104,10 +111,11 @@ def images_of(parts: Sequence[Response]) -> tuple[PlacedImage, ...]:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode, None for a
-    single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of memory serve the
-    lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None for no limit. images: of the
-    prompt, expanded in `prompt_ids`. adapter: version in which a LoRA policy was published, 0 for the base model.
+    """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode,
+    None for a single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of
+    memory serve the lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None
+    for no limit. images: of the prompt, expanded in `prompt_ids`. adapter: version in which a LoRA policy was
+    published, 0 for the base model.
     """
 
     uid: str
@@ -134,7 +142,8 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Branch:
-    """A row to train on of a sample with several. prompt_tokens: its first tokens that equal the sample's prompt.
+    """A row to train on of a sample with several. prompt_tokens: its first tokens that equal the sample's
+    prompt.
 
     images: of the row.
     """
@@ -168,16 +177,18 @@ COUNTS = (
 class SampleResult:
     """Hold the result of one request.
 
-    response_tokens: sampled ones. observation_tokens: the environment's, and inserted ones. cut_thoughts: turns whose
-    reasoning a budget closed. read_tokens: tokens before each turn, summed.
-    `cached_tokens` of them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was
-    done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
-    (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
-    weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
-    messages: of an episode in a chat. row: all tokens in order, in the DataProto that came along, -1 after an error.
+    response_tokens: sampled ones. observation_tokens: the environment's, and inserted ones. cut_thoughts:
+    turns whose reasoning a budget closed. read_tokens: tokens before each turn, summed. `cached_tokens` of
+    them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was done),
+    `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
+    (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and
+    newest weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its
+    reward or failure.
+    messages: of an episode in a chat. row: all tokens in order, in the DataProto that came along, -1 after an
+    error.
     branches: rows to train on instead, which follow it, empty if the template changed nothing. cut_tokens,
-    history_refused: see `Conversation`. images: of `row`, those of observations with PNG bytes. start: seconds since
-    1970 by the engine's clock. seconds: duration including waiting.
+    history_refused: see `Conversation`. images: of `row`, those of observations with PNG bytes. start:
+    seconds since 1970 by the engine's clock. seconds: duration including waiting.
     """
 
     uid: str
@@ -229,7 +240,8 @@ class SampleResult:
 class WeightLoad:
     """One weight update of an engine, including its pause. start: seconds since 1970 by its clock.
 
-    recompute_seconds: from there until all requests sample again, if their keys and values are computed again.
+    recompute_seconds: from there until all requests sample again, if their keys and values are computed
+    again.
     """
 
     version: int

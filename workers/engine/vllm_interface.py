@@ -1,4 +1,6 @@
-"""Translate between Ballast and vLLM: environment, engine arguments and sampling parameters in, responses out."""
+"""Translate between Ballast and vLLM: environment, engine arguments and sampling parameters in, responses
+out.
+"""
 
 import os
 from collections.abc import Sequence
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
-# Tokens of a forward pass. Longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. A 7B's
-# activations stay below 1 GiB.
+# Tokens of a forward pass. Longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048.
+# A 7B's activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
 FLASHINFER_HEAD = 128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
-CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
+CPU_KV_BLOCK_TOKENS = (
+    32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
+)
 
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
@@ -33,7 +37,9 @@ def prepare_environment(config: RolloutConfig, placement: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if placement == "colocated":
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles travel to the engine's processes pickled
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+            "1"  # CUDA handles travel to the engine's processes pickled
+        )
     if placement == "shared_memory":
         os.environ.update(_cpu_environment(config))
 
@@ -42,11 +48,12 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Threads that spin at a barrier while another process has their partner's core make a step ten times longer.
+        # Threads that spin at a barrier while another process has their partner's core make a step ten times
+        # longer.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
-        # Pages of 2 MiB for tensors of that size: with 4 KiB a KV cache has a fault at the first use of each page, and
-        # the activations of prompts have them at every use.
+        # Pages of 2 MiB for tensors of that size: with 4 KiB a KV cache has a fault at the first use of each
+        # page, and the activations of prompts have them at every use.
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
         # Both ways are eager. Without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
@@ -78,7 +85,8 @@ def engine_arguments(
         max_num_seqs=config.max_concurrent,
         scheduling_policy="priority" if config.max_staleness else "fcfs",
         tensor_parallel_size=config.tensor_parallel,
-        # With layers that carry a state it needs chunked prefill, which a CPU's engine has not: see `_cpu_arguments`.
+        # With layers that carry a state it needs chunked prefill, which a CPU's engine has not: see
+        # `_cpu_arguments`.
         enable_prefix_caching=not (on_cpu and carries_state(model.path)),
         enable_return_routed_experts=model.router_replay != "none",
         logprobs_mode="raw_logprobs" if before_cut else "processed_logprobs",
@@ -88,7 +96,9 @@ def engine_arguments(
         use_tqdm_on_load=False,
         max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
         weight_transfer_config=WeightTransferConfig(
-            backend=ENGINE_OF_BACKEND["shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]]
+            backend=ENGINE_OF_BACKEND[
+                "shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]
+            ]
         ),
         additional_config={FROZEN_VISION: not model.train_vision and not needs_frozen_tower(placement)},
         # By default vLLM would choose Ray here, and look for its placement groups.
@@ -101,7 +111,8 @@ def engine_arguments(
 
 
 def carries_state(path: str) -> bool:
-    """Return whether vLLM's model class has layers that carry a state from token to token (Mamba, gated delta, ...).
+    """Return whether vLLM's model class has layers that carry a state from token to token (Mamba, gated
+    delta, ...).
 
     Asks vLLM, because many a config.json (Falcon-H1, Jamba) does not list such layers.
     """
@@ -151,7 +162,8 @@ async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool, clear_images: 
     """Stop scheduling, keeping requests in flight, until `resume_generation`.
 
     clear_cache: of keys and values, and all others. clear_images: forget what a vision tower computed.
-    `AsyncLLM.pause_generation` also sleeps 20 ms, to return outputs first: a third of an update of a small model.
+    `AsyncLLM.pause_generation` also sleeps 20 ms, to return outputs first: a third of an update of a small
+    model.
     """
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
     if clear_images and not clear_cache:
@@ -171,8 +183,8 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
         "block_size": CPU_KV_BLOCK_TOKENS,
-        # A prompt that is taken in parts ends the engine: vLLM 0.32 then asks a seeded request's generator for its
-        # offset, which a CPU's does not have.
+        # A prompt that is taken in parts ends the engine: vLLM 0.32 then asks a seeded request's generator
+        # for its offset, which a CPU's does not have.
         "enable_chunked_prefill": False,
         "skip_mm_profiling": True,  # which measures memory, and the KV cache has its own size
         "ir_op_priority": {norm: [PROVIDER] for norm in NORMS},
@@ -213,7 +225,8 @@ def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams"
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
-        skip_special_tokens=False,  # else a stop text such as </tool_call> is never seen where it is one token
+        # else a stop text such as </tool_call> is never seen where it is one token
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -225,23 +238,30 @@ def check_prompt(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: i
         raise DataError("the prompt is empty.")
     if len(prompt_ids) >= max_model_tokens:
         raise DataError(
-            f"the prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_tokens="
-            f"{max_model_tokens}. Lower data.max_prompt_tokens or raise rollout.max_model_tokens."
+            f"the prompt of {len(prompt_ids)} tokens leaves no room for a response in "
+            f"rollout.max_model_tokens={max_model_tokens}. Lower data.max_prompt_tokens or raise "
+            "rollout.max_model_tokens."
         )
     outside = prompt_ids[(prompt_ids < 0) | (prompt_ids >= vocab_size)]
     if len(outside):
-        raise DataError(f"token id {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size}.")
+        raise DataError(
+            f"token id {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size}."
+        )
 
 
 def as_response(output: "RequestOutput") -> Response:
-    """Convert the output of a finished request. Raises RolloutError for another finish reason than stop or length."""
+    """Convert the output of a finished request. Raises RolloutError for another finish reason than stop or
+    length.
+    """
     completion = output.outputs[0]
     if completion.finish_reason not in (STOP, LENGTH):
         raise RolloutError(f"vLLM ended the request with finish reason {completion.finish_reason!r}.")
     experts = completion.routed_experts
     return Response(
         ids=np.asarray(completion.token_ids, dtype=np.int32),
-        log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # flat: one a token, the sampled one's
+        log_probs=np.asarray(
+            completion.logprobs.logprobs, dtype=np.float32
+        ),  # flat: one a token, the sampled one's
         versions=_versions(completion.weight_versions),
         finish_reason=completion.finish_reason,
         read_tokens=len(output.prompt_token_ids or ()),
@@ -269,10 +289,14 @@ def unfinished_responses(engine: "AsyncLLM") -> dict[str, Response]:
 
 
 def unfinished_tokens(engine: "AsyncLLM") -> dict[str, int]:
-    """Return the sampled tokens of unfinished requests that have some, by vLLM's inner name of the request."""
+    """Return the sampled tokens of unfinished requests that have some, by vLLM's inner name of
+    the request.
+    """
     states = engine.output_processor.request_states.items()
     return {name: tokens for name, state in states if (tokens := state.detokenizer.num_output_tokens())}
 
 
 def _versions(spans: Sequence[Any]) -> np.ndarray:
-    return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(np.int32)
+    return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(
+        np.int32
+    )

@@ -1,16 +1,18 @@
-"""Conversation: the text of an episode, for the environment and for the chat template. Only new text is encoded.
+"""Conversation: the text of an episode, for the environment and for the chat template. Only new text is
+encoded.
 
     turn ids --turn--> Turn for Environment.step
     text of an observation --observed--> the ids that follow the turn, and the next prompt if it is another one
 
-With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the end of the
-stand-in is new:
+With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the
+end of the stand-in is new:
 
     rendered   ...<assistant>stand-in<end>\n<user>Sure?<end>\n<assistant>
     encoded                               \n<user>Sure?<end>\n<assistant>
 
-The policy's own text is never rendered, so nothing in it can be mistaken for the template's. Sampled tokens stay as
-they are. Where the template would drop an earlier turn's thoughts, rollout.history decides (`History`).
+The policy's own text is never rendered, so nothing in it can be mistaken for the template's. Sampled tokens
+stay as they are. Where the template would drop an earlier turn's thoughts, rollout.history decides
+(`History`).
 """
 
 import itertools
@@ -35,8 +37,9 @@ WHERE = "the conversation"
 class Conversation:
     """The messages or the text of one episode.
 
-    transcript: messages with the policy's, empty for a text. cut_tokens: see `History`. refused: whether the template
-    could not render a turn as a message. From there on the conversation continues as with `rollout.history=keep`.
+    transcript: messages with the policy's, empty for a text. cut_tokens: see `History`. refused: whether the
+    template could not render a turn as a message. From there on the conversation continues as with
+    `rollout.history=keep`.
     """
 
     def __init__(
@@ -50,16 +53,21 @@ class Conversation:
         pixels: tuple[int, int] = (0, 2**20),
         rewrites: bool = False,
     ) -> None:
-        """prompt, options: as it was tokenized, including its system message. parser: of turns, None for plain text.
+        """prompt, options: as it was tokenized, including its system message. parser: of turns, None for
+        plain text.
 
-        images: of the prompt. pixels: `data.image_pixels`, for images of observations. rewrites: whether the template
-        may change what came before, as with `rollout.history=template`.
+        images: of the prompt. pixels: `data.image_pixels`, for images of observations. rewrites: whether the
+        template may change what came before, as with `rollout.history=template`.
         """
-        self._renderer, self._tokenizer, self._parser = renderer, renderer.tokenizer, parser
+        self._renderer = renderer
+        self._tokenizer = renderer.tokenizer
+        self._parser = parser
         self._messages = list(prompt) if isinstance(prompt, list) else None
-        self._options, self._rewrites = options or {}, rewrites
+        self._options = options or {}
+        self._rewrites = rewrites
         self._history: History | None = None
-        self._images, self._pixels = list(images), pixels
+        self._images = list(images)
+        self._pixels = pixels
         self.transcript: Messages = list(self._messages or ())
         self.refused = False
 
@@ -92,7 +100,8 @@ class Conversation:
         return said
 
     def observed(self, turn: Response, said: Turn, observation: Text) -> tuple[Response, Response | None]:
-        """Return the tokens of an observation after a turn, and the next prompt if it changes what came before.
+        """Return the tokens of an observation after a turn, and the next prompt if it changes what came
+        before.
 
         said: the turn's text.
         Raises EpisodeError if the template cannot render it there.
@@ -117,7 +126,9 @@ class Conversation:
     def _served(
         self, message: dict[str, Any], ids: np.ndarray, following: Messages
     ) -> tuple[str, list[str | Response] | None] | None:
-        """Return `History.next_prompt` after a turn, or None if the conversation is continued as with `keep`."""
+        """Return `History.next_prompt` after a turn, or None if the conversation is continued as
+        with `keep`.
+        """
         if self._history is None or self.refused or self._messages is None:
             return None
         said = [*self._messages, self._history.opaque(message, ids)]
@@ -132,10 +143,14 @@ class Conversation:
         return self._history.next_prompt(rendered)
 
     def _read(self, said: Text) -> tuple[Messages, list[Image]]:
-        """Return messages of the other side with bare parts for images, and the images. Raises EpisodeError."""
+        """Return messages of the other side with bare parts for images, and the images. Raises
+        EpisodeError.
+        """
         try:
             messages, values = with_images(_as_messages(said), None, WHERE)
-            images = [each if isinstance(each, Image) else decoded(each, WHERE, self._pixels) for each in values]
+            images = [
+                each if isinstance(each, Image) else decoded(each, WHERE, self._pixels) for each in values
+            ]
         except DataError as error:
             raise EpisodeError(str(error)) from None
         self._images += images
@@ -148,7 +163,8 @@ class Conversation:
 
         last: the id before them.
         """
-        left, found = list(images), list[Response]()
+        left = list(images)
+        found = list[Response]()
         for part in parts:
             if isinstance(part, str):
                 ids = np.asarray(self._renderer.ids_behind(part, last, WHERE), dtype=np.int32)
@@ -162,20 +178,24 @@ class Conversation:
         return joined(found)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        return self._renderer.text(messages, WHERE, **self._options, add_generation_prompt=add_generation_prompt)
+        return self._renderer.text(
+            messages, WHERE, **self._options, add_generation_prompt=add_generation_prompt
+        )
 
 
 def continued(
     render: Callable[..., str], messages: Messages, observation: Messages, end: str, calls: int = 0
 ) -> tuple[Messages, str]:
-    """Return the messages with a stand-in for a turn and `observation`, and the text that follows the turn's `end`.
+    """Return the messages with a stand-in for a turn and `observation`, and the text that follows the turn's
+    `end`.
 
     calls: that the turn made.
 
     A turn with another end, such as a second end token, is followed by the template's end too.
     Raises EpisodeError if the template fails, or does not show the observation.
     """
-    stand_in, failure = f"stand-in {len(messages)}", "the chat template does not show the observation"
+    stand_in = f"stand-in {len(messages)}"
+    failure = "the chat template does not show the observation"
     while stand_in in str(observation):
         stand_in += "-"
     for turn, following in _with_stand_ins(stand_in, observation, calls):
@@ -200,7 +220,9 @@ def continued(
     raise EpisodeError(f"{failure} (a message of role {observation[0]['role']} after the policy's turn)")
 
 
-def _closing(render: Callable[..., str], messages: Messages, stand_in: str, turn: dict[str, Any] | None = None) -> str:
+def _closing(
+    render: Callable[..., str], messages: Messages, stand_in: str, turn: dict[str, Any] | None = None
+) -> str:
     """Return how the template closes a turn, of text alone if none is given."""
     turn = turn or {"role": "assistant", "content": stand_in}
     return render([*messages, turn], add_generation_prompt=False).rpartition(stand_in)[2]
@@ -213,7 +235,9 @@ def _shows(render: Callable[..., str], messages: Messages, following: Messages) 
     return all(probe["content"] in text for probe in probes)
 
 
-def _with_stand_ins(text: str, observation: Messages, calls: int) -> Iterator[tuple[dict[str, Any], Messages]]:
+def _with_stand_ins(
+    text: str, observation: Messages, calls: int
+) -> Iterator[tuple[dict[str, Any], Messages]]:
     """Assistant's messages that show `text` last, with the observation behind.
 
     Before a tool's answer many templates ask for its call.
@@ -232,7 +256,9 @@ def _with_stand_ins(text: str, observation: Messages, calls: int) -> Iterator[tu
 def check_template(
     renderer: Renderer, model: str, options: Options | None = None, *, key: str, answer: Text = "three"
 ) -> None:
-    """Raise ConfigError, naming `key`, if the template cannot show an answer to a turn, in a made-up conversation."""
+    """Raise ConfigError, naming `key`, if the template cannot show an answer to a turn, in a made-up
+    conversation.
+    """
     conversation = Conversation(renderer, [{"role": "user", "content": "one"}], options)
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:

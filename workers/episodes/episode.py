@@ -7,7 +7,8 @@
 
 The next prompt is `Episode.ids`, the sampled ids: tokenizing their text again could give other tokens.
 
-Where the chat template rewrites what came before (`rollout.history=template`), the next turn is a branch, a new row:
+Where the chat template rewrites what came before (`rollout.history=template`), the next turn is a branch, a
+new row:
 
     prompt | thought, answer                                         row 1
              ^^^^^^^^^^^^^^^
@@ -47,9 +48,9 @@ class SampledTurns:
     def rows(self) -> list[dict[str, np.ndarray]]:
         """Return all of it in order, and the rows to train on if the first is not one.
 
-        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, negative where the
-        policy sampled nothing (see `requests`). `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens
-        at the end.
+        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, negative
+        where the policy sampled nothing (see `requests`). `routed_experts` (optional): int16 [n, layers, k],
+        -1 for unread tokens at the end.
         """
         return [row_of(parts) for parts in self._parts]
 
@@ -94,7 +95,8 @@ class Episode(SampledTurns):
     ) -> None:
         """images: of the prompt. max_tokens: of a row after the prompt, turns and observations together."""
         self.turns: list[Response] = []
-        self._max_turns, self._max_length = max_turns, len(prompt_ids) + max_tokens
+        self._max_turns = max_turns
+        self._max_length = len(prompt_ids) + max_tokens
         self._said = [not_sampled(prompt_ids, images=images)]  # all of the episode, in order
         self._rows = [list(self._said)]
 
@@ -118,7 +120,9 @@ class Episode(SampledTurns):
         return self._max_length - len(self.ids)
 
     def open(self, prompt: Response) -> bool:
-        """Replace the prompt by a longer one, within the limit. Returns False if no room for a turn is left."""
+        """Replace the prompt by a longer one, within the limit. Returns False if no room for a
+        turn is left.
+        """
         if len(prompt.ids) >= self._max_length:
             return False
         self._said = [prompt]
@@ -158,25 +162,32 @@ class Episode(SampledTurns):
 
 
 def branches_of(
-    rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int, images: Sequence[tuple[PlacedImage, ...]] = ()
+    rows: Sequence[Mapping[str, np.ndarray]],
+    prompt_tokens: int,
+    images: Sequence[tuple[PlacedImage, ...]] = (),
 ) -> tuple[Branch, ...]:
-    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample. images: by row.
+    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample. images:
+    by row.
 
     A row that has little in common with the sample's prompt, such as a sub-agent's, has a prompt of its own.
     """
     images = images or [()] * len(rows)
-    prompts, found = [keys(rows[0]["input_ids"], images[0])[:prompt_tokens]], []
+    prompts = [keys(rows[0]["input_ids"], images[0])[:prompt_tokens]]
+    found = []
     for row, placed in zip(rows[1:], images[1:], strict=True):
         ids = keys(row["input_ids"], placed)
         shared = next((len(prompt) for prompt in prompts if np.array_equal(prompt, ids[: len(prompt)])), 0)
         if not shared:
-            both, own = min(len(ids), prompt_tokens), int(np.argmax(row["loss_mask"]))
+            both = min(len(ids), prompt_tokens)
+            own = int(np.argmax(row["loss_mask"]))
             shared = int(np.argmin(np.append(ids[:both] == prompts[0][:both], False)))
             if shared < own // 2:
                 shared = own
                 prompts.append(ids[:own])
         trained = int(row["loss_mask"].sum())
-        found.append(Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared), placed))
+        found.append(
+            Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared), placed)
+        )
     return tuple(found)
 
 
@@ -215,8 +226,8 @@ async def play(
 ) -> tuple[str, Score]:
     """Play `episode` to its end. Returns its finish reason, and its score, with `failure` set if it has none.
 
-    The score's `turns` hold the environment's opening alone. If the environment fails at the start, the policy answers
-    the bare prompt, because every sequence needs a token to learn from.
+    The score's `turns` hold the environment's opening alone. If the environment fails at the start, the
+    policy answers the bare prompt, because every sequence needs a token to learn from.
     """
     try:
         async with environments as environment:
@@ -224,8 +235,8 @@ async def play(
             prompt = conversation.opened(episode.prompt, opening)
             if not episode.open(prompt):
                 raise EpisodeError(
-                    f"reset made a prompt of {len(prompt.ids)} tokens, which leaves no room for a turn. Raise "
-                    "rollout.max_episode_tokens"
+                    f"reset made a prompt of {len(prompt.ids)} tokens, which leaves no room for a turn. "
+                    "Raise rollout.max_episode_tokens"
                 )
             score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
             state = _state(opening, prompt)
@@ -245,7 +256,9 @@ async def play(
         if not episode.turns:
             episode.add(await sample(episode))
         credit = tuple((turn.sampled_tokens, 0.0, 0) for turn in episode.turns)
-        return episode.turns[-1].finish_reason, Score(0.0, "", failure=f"environment: {failure}", credit=credit)
+        return episode.turns[-1].finish_reason, Score(
+            0.0, "", failure=f"environment: {failure}", credit=credit
+        )
 
 
 def _with(score: Score, observation: Observation, credit: tuple[int, float, int]) -> Score:

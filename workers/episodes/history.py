@@ -1,4 +1,5 @@
-"""History: the next prompt as the chat template makes it, with the sampled ids where it shows what the policy wrote.
+"""History: the next prompt as the chat template makes it, with the sampled ids where it shows what the policy
+wrote.
 
     message of a turn --opaque--> the same with stand-ins --template--> text --next_prompt--> texts, ids
 
@@ -6,8 +7,8 @@
     rendered    <user>2 + 2?<end><assistant>STAND-IN<end><user>Sure?<end><assistant>
     parts       <user>2 + 2?<end><assistant>four<end><user>Sure?<end><assistant>        four<end>: as it was sampled
 
-The template never reads what the policy wrote, so nothing in it can be mistaken for the template's. Added tokens such
-as `</think>` stay in place, for templates that look for them.
+The template never reads what the policy wrote, so nothing in it can be mistaken for the template's. Added
+tokens such as `</think>` stay in place, for templates that look for them.
 """
 
 import re
@@ -28,7 +29,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 class SampledTurn:
     def __init__(self, ids: np.ndarray, tokenizer: Any) -> None:
-        self.ids, self._tokenizer = ids, tokenizer
+        self.ids = ids
+        self._tokenizer = tokenizer
         self._places = dict[int, int]()
 
     @cached_property
@@ -97,20 +99,26 @@ class History:
     cut_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._first, self._mark = self.row, f"sampled {uuid.uuid4().hex}"
+        self._first = self.row
+        self._mark = f"sampled {uuid.uuid4().hex}"
         self._shown: dict[str, tuple[int, int, int]] = {}  # turn, start and stop of a stand-in's text
 
     def opaque(self, message: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
-        """Add a turn. Returns its message with stand-ins for texts, between their first and last white space."""
+        """Add a turn. Returns its message with stand-ins for texts, between their first and last
+        white space.
+        """
         self.turns.append(turn := SampledTurn(ids, self.tokenizer))
         self.row += turn.text
-        message, behind = dict(message), 0
+        message = dict(message)
+        behind = 0
         for name in ("reasoning_content", "content"):  # in the order in which models write them
             text = message.get(name)
             if text and (start := turn.text.find(text, behind)) >= 0:
                 behind = start + len(text)
                 message[name] = self._hidden(turn, start, behind)
-        return message | {name: thought for name in REASONING if (thought := message.get("reasoning_content"))}
+        return message | {
+            name: thought for name in REASONING if (thought := message.get("reasoning_content"))
+        }
 
     def _hidden(self, turn: SampledTurn, start: int, stop: int) -> str:
         shown = ""
@@ -127,19 +135,24 @@ class History:
         return shown
 
     def next_prompt(self, rendered: str) -> tuple[str, list[str | Response] | None]:
-        """Return what `rendered` appends to the row, or else the parts of a new row. Either is the row then."""
-        text, blocks = "", list[Block]()
+        """Return what `rendered` appends to the row, or else the parts of a new row. Either is
+        the row then.
+        """
+        text = ""
+        blocks = list[Block]()
         for part in re.split(rf"({self._mark}-\d+\.)", rendered):
             if part in self._shown:
                 number, start, stop = self._shown[part]
                 blocks.append(Block(number, len(text), start, stop - start))
                 part = self.turns[number].text[start:stop]
             text += part
-        row, self.row = self.row, text
+        row = self.row
+        self.row = text
         return (text[len(row) :], None) if text.startswith(row) else ("", self._parts(text, blocks))
 
     def _parts(self, text: str, blocks: list[Block]) -> list[str | Response]:
-        parts, done = list[str | Response](), 0
+        parts = list[str | Response]()
+        done = 0
         for block in self._widened(text, blocks):
             turn = self.turns[block.turn]
             first, last = turn.tokens(block.at, block.at + block.length)
@@ -151,7 +164,9 @@ class History:
         return [self.prompt if part == self._first else part for part in (*parts, text[done:])]
 
     def _widened(self, text: str, blocks: list[Block]) -> Iterator[Block]:
-        """Join the blocks of each turn, and with what the policy wrote around them, if the template shows it too."""
+        """Join the blocks of each turn, and with what the policy wrote around them, if the template shows it
+        too.
+        """
         low = 0
         for number, turn in enumerate(self.turns):
             own = [block for block in blocks if block.turn == number]
@@ -159,7 +174,11 @@ class History:
             if not own:
                 start = text.find(turn.text, low, high)
                 own = [Block(number, start, 0, len(turn.text))] if start >= 0 else []
-            ends = [Block(number, own[0].start - own[0].at, 0, 0)] if own and own[0].start - own[0].at >= low else []
+            ends = (
+                [Block(number, own[0].start - own[0].at, 0, 0)]
+                if own and own[0].start - own[0].at >= low
+                else []
+            )
             after = own[-1].start - own[-1].at + len(turn.text) if own else low
             joined = list[Block]()
             for block in [*ends, *own, *([Block(number, after, len(turn.text), 0)] if after <= high else [])]:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """How a family of models writes calls. mark: found in its templates. call: begins each call in a response."""
+    """How a family of models writes calls. mark: found in its templates. call: begins each call in a
+    response.
+    """
 
     mark: str
     tools: str
@@ -39,7 +41,9 @@ THINKS = ("</think>", "[THINK]", "<|channel", "thinking")
 def parsers_of(template: str) -> tuple[str, str]:
     """Names of vLLM's tool parser and reasoning parser for a chat template, each empty if unknown."""
     marked = (each for each in FORMATS if each.mark in template)
-    found = next((each for each in marked if each.mark != "```json" or "<｜tool▁calls▁begin｜>" in template), None)
+    found = next(
+        (each for each in marked if each.mark != "```json" or "<｜tool▁calls▁begin｜>" in template), None
+    )
     thinks = any(mark in template for mark in THINKS)
     if found is None:
         return "", "deepseek_r1" if "</think>" in template else ""
@@ -53,5 +57,7 @@ def known_parsers(kind: str) -> set[str]:
     folder = "tool_parsers" if kind == "tool_parser" else "reasoning"
     file = Path(spec.submodule_search_locations[0]) / folder / "__init__.py"
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
+    tables = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    )
     return {name for table in tables for name in ast.literal_eval(table)}

@@ -19,19 +19,25 @@ from workers.errors import ConfigError, named
 class TurnParser:
     """Read the turns of an episode."""
 
-    def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str, options: dict[str, Any]) -> None:
-        """options: of the chat template, with `tools`. Empty names are found from the template, or mean no parser.
+    def __init__(
+        self, tokenizer: Any, tool_parser: str, reasoning_parser: str, options: dict[str, Any]
+    ) -> None:
+        """options: of the chat template, with `tools`. Empty names are found from the template, or mean no
+        parser.
 
         Raises ConfigError for a given parser that vLLM lacks or that does not suit the tokenizer.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        messages, tools = [{"role": "user", "content": ""}], options.get("tools") or None
+        messages = [{"role": "user", "content": ""}]
+        tools = options.get("tools") or None
         self._tokenizer = tokenizer
         try:
             self._request = ChatCompletionRequest(messages=messages, tools=tools)
         except ValueError:  # a record's schemas may be malformed, and most parsers only need the names
-            tools = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools or ()]
+            tools = [
+                {"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools or ()
+            ]
             self._request = ChatCompletionRequest(messages=messages, tools=tools)
         self._arguments = {name: value for name, value in options.items() if name != "tools"}
         self._opens = partial(_generation_prompt, tokenizer, options)
@@ -49,8 +55,8 @@ class TurnParser:
             if not given:
                 return ""
             raise ConfigError(
-                f"rollout.{kind}={given}: vLLM cannot use it with the tokenizer of model.path ({named(error)}). Name "
-                "the model's parser."
+                f"rollout.{kind}={given}: vLLM cannot use it with the tokenizer of model.path "
+                f"({named(error)}). Name the model's parser."
             ) from None
         return name
 
@@ -64,11 +70,15 @@ class TurnParser:
         from vllm.parser import ParserManager
 
         harmony = "openai" in tools or "openai" in reasoning
-        made = ParserManager.get_parser(tools or None, reasoning or None, enable_auto_tools=True, is_harmony=harmony)
+        made = ParserManager.get_parser(
+            tools or None, reasoning or None, enable_auto_tools=True, is_harmony=harmony
+        )
         return made and made(self._tokenizer, self._request.tools, chat_template_kwargs=self._arguments)
 
     def turn(self, ids: np.ndarray, finished: bool) -> Turn:
-        """Parse a turn's ids. finished: whether the policy ended it, so that the last token may be an end token."""
+        """Parse a turn's ids. finished: whether the policy ended it, so that the last token may be an end
+        token.
+        """
         added = self._tokenizer.added_tokens_decoder
         ends = finished and len(ids) > 0 and int(ids[-1]) in added and added[int(ids[-1])].special
         plain, text, said = (
@@ -80,11 +90,15 @@ class TurnParser:
             return Turn(plain, text, said)
         with _Failures() as failures:
             try:
-                found = parser.parse(said, self._request, enable_auto_tools=True, model_output_token_ids=ids.tolist())
+                found = parser.parse(
+                    said, self._request, enable_auto_tools=True, model_output_token_ids=ids.tolist()
+                )
             except Exception as error:  # a model may write any text
                 failures.found.append(error)
                 found = None, said, None
-        reasoning, content, calls = found[0] or "", found[1] or "", found[2] or []
+        reasoning = found[0] or ""
+        content = found[1] or ""
+        calls = found[2] or []
         rest = said.partition(reasoning)[2] if reasoning else said
         if not failures.found and not (self._call_mark and rest.count(self._call_mark) > len(calls)):
             errors = []
@@ -96,7 +110,9 @@ class TurnParser:
     def _thinks(self, said: str) -> bool:
         """Whether the turn holds reasoning. vLLM takes a text without any mark for unfinished reasoning."""
         start, end = self.marks
-        return not (start and end) or start in said or end in said or start in self._opens().rpartition(end)[2]
+        return (
+            not (start and end) or start in said or end in said or start in self._opens().rpartition(end)[2]
+        )
 
     @cached_property
     def marks(self) -> tuple[str, str]:
@@ -105,7 +121,9 @@ class TurnParser:
         return start.strip(), end.strip()
 
     def _call(self, call: Any, said: str) -> dict[str, Any]:
-        """The call as in chat messages. An id that the model did not write is a number, the same in every run."""
+        """The call as in chat messages. An id that the model did not write is a number, the same in every
+        run.
+        """
         number = next(self._numbers)
         try:
             arguments = json.loads(call.arguments)
@@ -132,7 +150,9 @@ def _generation_prompt(tokenizer: Any, options: dict[str, Any]) -> str:
     """What the template writes before a turn, with what comes before, or "" if it fails."""
     messages = [{"role": "user", "content": ""}]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        )
     except Exception:  # templates may raise anything
         return ""
 
@@ -142,7 +162,9 @@ class _Failures(logging.Handler):
 
     def __enter__(self) -> "_Failures":
         self.found: list[BaseException] = []
-        self._loggers = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning")]
+        self._loggers = [
+            logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning")
+        ]
         for logger in self._loggers:
             logger.addHandler(self)
             logger.propagate = False

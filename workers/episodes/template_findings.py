@@ -24,8 +24,11 @@ TURNS = {
     "tool": ("calls", "both"),
     "tools": ("calls", "both"),
 }
-"""Kinds of turns that each role may follow: with reasoning, calls, or both. `tools`: two messages of `tool`."""
-REASONED, CALLING = ("reasoning", "both"), ("calls", "both")
+"""Kinds of turns that each role may follow: with reasoning, calls, or both. `tools`: two messages
+of `tool`.
+"""
+REASONED = ("reasoning", "both")
+CALLING = ("calls", "both")
 APPENDS, REWRITES, REFUSES = "appends", "rewrites", "refuses"
 TOKEN = re.compile(r"<(?!/)[^<>\s]+>|</s>|\[/?[A-Z_]+\]")
 WORD = re.compile(rf"{TOKEN.pattern}|\w+|\s+|.", re.DOTALL)
@@ -51,10 +54,12 @@ class Following:
 
 @dataclass(frozen=True)
 class TemplateFindings:
-    """begin: text that opens a turn. ends: texts of tokens that end a turn, with the kinds of turns that they end.
+    """begin: text that opens a turn. ends: texts of tokens that end a turn, with the kinds of turns that they
+    end.
 
-    bos: how often the text begins with bos_token. arguments: that the template reads, `tools` among them. system: an
-    answered conversation that begins with a system message, which some templates move into the last user's turn.
+    bos: how often the text begins with bos_token. arguments: that the template reads, `tools` among them.
+    system: an answered conversation that begins with a system message, which some templates move into the
+    last user's turn.
     """
 
     cases: tuple[Following, ...]
@@ -85,10 +90,12 @@ def template_findings(
 ) -> TemplateFindings:
     """Try the template on made-up conversations.
 
-    options: for each of them. tokens: texts of special tokens, by default what looks like them. Raises what `render`
-    raises of a prompt alone.
+    options: for each of them. tokens: texts of special tokens, by default what looks like them. Raises what
+    `render` raises of a prompt alone.
     """
-    is_token = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else TOKEN
+    is_token = (
+        re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else TOKEN
+    )
     prompt = [{"role": "user", "content": "QUESTION"}]
     opened, closed = (render(prompt, begin, options) for begin in (True, False))
     times = 0
@@ -99,7 +106,9 @@ def template_findings(
     ends: dict[str, list[str]] = {}
     for role, turns in TURNS.items():
         for turn in turns:
-            case, end = _case(render, prompt, role, turn, with_tools if turn in CALLING else options, is_token)
+            case, end = _case(
+                render, prompt, role, turn, with_tools if turn in CALLING else options, is_token
+            )
             cases.append(case)
             if end and turn not in ends.setdefault(end, []):
                 ends[end].append(turn)
@@ -123,7 +132,9 @@ def _case(
     render: Render, prompt: Messages, role: str, turn: str, options: Options, is_token: re.Pattern[str]
 ) -> tuple[Following, str]:
     """Return the case, and the text of the token that ends the turn."""
-    outcome, change, calls = REFUSES, "", [f"call{n:05}" for n in range(1 + (role == "tools"))]
+    outcome = REFUSES
+    change = ""
+    calls = [f"call{n:05}" for n in range(1 + (role == "tools"))]
     answers = [{"role": "user", "content": f"{RESULT}0"}]
     if role != "user":
         answers = [
@@ -141,9 +152,11 @@ def _case(
         if any(answer["content"] not in after for answer in answers):
             change = f"does not show a message of role {answers[0]['role']}"
         elif ANSWER not in before:
-            outcome, change = REWRITES, "leaves calls out" if "tool_calls" in message else "leaves the turn out"
+            outcome = REWRITES
+            change = "leaves calls out" if "tool_calls" in message else "leaves the turn out"
         elif turn in REASONED and THOUGHT not in before:
-            outcome, change = REWRITES, "leaves reasoning out"
+            outcome = REWRITES
+            change = "leaves reasoning out"
         else:
             seen, again, end = _compared(read, before, after, is_token, reasoned=turn in REASONED)
             change = "" if after.startswith(seen) else _change(seen, again)
@@ -166,8 +179,12 @@ def _turns(turn: str, calls: list[str]) -> Iterator[dict[str, Any]]:
             yield message | {"tool_calls": [{"type": "function"} | function for function in functions]}
 
 
-def _compared(read: str, before: str, after: str, is_token: re.Pattern[str], *, reasoned: bool) -> tuple[str, str, str]:
-    """Return what the policy has read and sampled, the template's text of the same later, and the end token's text."""
+def _compared(
+    read: str, before: str, after: str, is_token: re.Pattern[str], *, reasoned: bool
+) -> tuple[str, str, str]:
+    """Return what the policy has read and sampled, the template's text of the same later, and the end token's
+    text.
+    """
     said, _, tail = before.rpartition(ANSWER)
     kept, _, following = after.rpartition(ANSWER)
     shared = os.path.commonprefix([tail, following])  # noqa: RUF071 (texts, not paths)
@@ -186,10 +203,12 @@ def _compared(read: str, before: str, after: str, is_token: re.Pattern[str], *, 
 
 
 def _change(seen: str, again: str) -> str:
-    one, other = WORD.findall(seen), WORD.findall(again)
+    one = WORD.findall(seen)
+    other = WORD.findall(again)
     changes = []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        old, new = "".join(one[i:j]), "".join(other[k:m])
+        old = "".join(one[i:j])
+        new = "".join(other[k:m])
         if kind != "equal":
             words = {"delete": f"removes {old!r}", "insert": f"adds {new!r}"}
             changes.append(words.get(kind, f"replaces {old!r} by {new!r}"))

@@ -1,4 +1,5 @@
-"""Thinking budgets: reasoning that is still open after so many tokens of a turn is closed, and the answer sampled.
+"""Thinking budgets: reasoning that is still open after so many tokens of a turn is closed, and the answer
+sampled.
 
     prompt | first tokens of the turn | </think> | answer          rollout.sampling.max_thinking_tokens
              sampled                    inserted   sampled         loss_mask: True, False, True
@@ -26,7 +27,9 @@ class Thinking:
     """Know where the reasoning of a turn begins and ends."""
 
     def __init__(self, tokenizer: Any, reasoning_parser: str) -> None:
-        """reasoning_parser: see TurnParser. Raises ConfigError as it does, and if its reasoning has no end marker."""
+        """reasoning_parser: see TurnParser. Raises ConfigError as it does, and if its reasoning has no end
+        marker.
+        """
         self._tokenizer = tokenizer
         start, end = TurnParser(tokenizer, "", reasoning_parser, {}).marks
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -42,7 +45,9 @@ class Thinking:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def is_open(self, prompt_ids: np.ndarray, ids: np.ndarray) -> bool:
-        """Whether a turn that begins with `ids` has begun to reason, there or in the prompt's end, and not ended."""
+        """Whether a turn that begins with `ids` has begun to reason, there or in the prompt's end, and not
+        ended.
+        """
         said = self._text(ids)
         prompt_opens = self._text(prompt_ids[-TAIL:]).rstrip().endswith(self._start)
         return (prompt_opens or self._start in said) and self._end not in said
@@ -52,11 +57,15 @@ class Thinking:
         text = sampling.end_of_thinking or self._end
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._end not in text:
-            raise ConfigError(f"end_of_thinking={text!r}: it lacks {self._end}, which ends the reasoning. Add it.")
+            raise ConfigError(
+                f"end_of_thinking={text!r}: it lacks {self._end}, which ends the reasoning. Add it."
+            )
         return not_sampled(np.asarray(ids, np.int32), INSERTED)
 
     def stopped(self, turn: Response, place: int, texts: Sequence[str]) -> Response:
-        """Cut a turn that was sampled in two requests at a text of `sampling.stop` on both sides of `place`."""
+        """Cut a turn that was sampled in two requests at a text of `sampling.stop` on both sides
+        of `place`.
+        """
         longest = max(map(len, texts), default=0)  # a token has a character at least
         for end in range(place + 1, min(place + longest, len(turn.ids)) + 1 if longest else 0):
             if any(text in self._text(turn.ids[max(0, place - longest) : end]) for text in texts):

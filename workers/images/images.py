@@ -99,7 +99,9 @@ def decoded(value: Any, where: str, pixels: tuple[int, int]) -> Image:
 
 
 class Pictures:
-    """Images for users' code: unpickled there, they are a list of PIL's. data: of `Image`, without references."""
+    """Images for users' code: unpickled there, they are a list of PIL's. data: of `Image`, without
+    references.
+    """
 
     def __init__(self, data: Sequence[Any]) -> None:
         self.data = data
@@ -137,7 +139,8 @@ def resized(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image
     pixels = width * height
     if least <= pixels <= most:
         return image
-    scale, rounded = math.sqrt(min(max(pixels, least), most) / pixels), math.floor if pixels > most else math.ceil
+    scale = math.sqrt(min(max(pixels, least), most) / pixels)
+    rounded = math.floor if pixels > most else math.ceil
     short, long = (max(1, rounded(scale * side)) for side in sorted(image.size))
     long = min(long, most // short)
     return image.resize((short, long) if width < height else (long, short))
@@ -146,8 +149,8 @@ def resized(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image
 def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
     """Read an image as RGB: upright, and on white where it is transparent.
 
-    value: a path, a data: URL, bytes, PIL's image, or `bytes` and `path` as `datasets` writes them. folder: of relative
-    paths. Raises ImageError, naming the record `where`.
+    value: a path, a data: URL, bytes, PIL's image, or `bytes` and `path` as `datasets` writes them. folder:
+    of relative paths. Raises ImageError, naming the record `where`.
     """
     import PIL.Image
     import PIL.ImageOps
@@ -167,7 +170,9 @@ def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
             return _on_white(PIL.ImageOps.exif_transpose(found))
     except PIL.UnidentifiedImageError:
         formats = ", ".join(FORMATS)
-        raise ImageError(f"{where}: {name} is not an image in a format of {formats}. Write it as PNG.") from None
+        raise ImageError(
+            f"{where}: {name} is not an image in a format of {formats}. Write it as PNG."
+        ) from None
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         raise ImageError(f"{where}: {name} is too large to be read: {error}. Make it smaller.") from None
     except ImageError:
@@ -193,17 +198,25 @@ def _file(value: Any, where: str, folder: str) -> Any:
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str):
-        raise ImageError(f"{where} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL.")
+        raise ImageError(
+            f"{where} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL."
+        )
     if value.startswith("data:"):
         return io.BytesIO(base64.b64decode(value.partition(",")[2]))
     if "://" in value:
         raise ImageError(f"{where}: {name_of(value)} is a URL, and images are not fetched. Give a path.")
     if not (path := Path(folder, value)).is_file():
-        raise ImageError(f"{where}: there is no image {path}. Relative paths start at the folder of the data.")
+        raise ImageError(
+            f"{where}: there is no image {path}. Relative paths start at the folder of the data."
+        )
     return path
 
 
 def name_of(value: Any) -> str:
     """Name a record's image in texts: by its file, or `image`."""
     path = value.get("path") if isinstance(value, dict) else value
-    return Path(path).name[-80:] or "image" if isinstance(path, str) and not path.startswith("data:") else "image"
+    return (
+        Path(path).name[-80:] or "image"
+        if isinstance(path, str) and not path.startswith("data:")
+        else "image"
+    )

@@ -2,7 +2,8 @@
 
     template writes <image>, one id --expand--> <row_1> <image> ... <image>, the ids of an image of that size
 
-How many tokens, and which separators, follows from the image's size. Transformers' processor is asked once a size.
+How many tokens, and which separators, follows from the image's size. Transformers' processor is asked once a
+size.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,14 @@ COMPARED = 4
 class Placeholders:
     """Expands the placeholders of one model.
 
-    processor: of transformers. path: for errors. compared: first calls whose images the whole processor expands too.
+    processor: of transformers. path: for errors. compared: first calls whose images the whole processor
+    expands too.
     """
 
     def __init__(self, processor: Any, path: str, compared: int = COMPARED) -> None:
-        self._processor, self._path, self._compared = processor, path, compared
+        self._processor = processor
+        self._path = path
+        self._compared = compared
         self.token: str = processor.image_token
         self.id = int(processor.tokenizer.convert_tokens_to_ids(self.token))
         self._of_size: dict[tuple[int, int], np.ndarray] = {}
@@ -49,13 +53,17 @@ class Placeholders:
     def _expanded(
         self, ids: np.ndarray, places: np.ndarray, images: Sequence[Image], where: str
     ) -> tuple[np.ndarray, Placed]:
-        parts, placed, start, first = [], [], 0, 0
+        parts = []
+        placed = []
+        start = 0
+        first = 0
         for place, image in zip(places.tolist(), images, strict=True):
             tokens = self._tokens(image.width, image.height, where)
             parts += [ids[start:place], tokens]
             first += place - start
             placed.append(PlacedImage(image, first, len(tokens)))
-            start, first = place + 1, first + len(tokens)
+            start = place + 1
+            first = first + len(tokens)
         return np.concatenate([*parts, ids[start:]]).astype(np.int32), tuple(placed)
 
     def _tokens(self, width: int, height: int, where: str) -> np.ndarray:
@@ -67,12 +75,14 @@ class Placeholders:
 
     def _whole(self, text: str, images: Sequence[Any], where: str) -> np.ndarray:
         try:
-            found = self._processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="np")
+            found = self._processor(
+                text=[text], images=[list(images)], add_special_tokens=False, return_tensors="np"
+            )
         except Exception as error:  # processors raise many types
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
             raise ImageError(
-                f"{where}: the image processor of model.path={self._path} refuses an image of {sizes} pixels: "
-                f"{named(error)}."
+                f"{where}: the image processor of model.path={self._path} refuses an image of {sizes} "
+                f"pixels: {named(error)}."
             ) from None
         return np.asarray(found["input_ids"][0], np.int32)
 
@@ -83,11 +93,12 @@ class Placeholders:
         ids = np.asarray(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         twice = [image for image in images for _ in range(2)]
         if not np.array_equal(
-            self._expanded(ids, np.flatnonzero(ids == self.id), twice, where)[0], self._whole(text, pictures, where)
+            self._expanded(ids, np.flatnonzero(ids == self.id), twice, where)[0],
+            self._whole(text, pictures, where),
         ):
             raise ConfigError(
-                f"model.path={self._path}: {type(self._processor).__name__} expands images by more than their sizes, "
-                "which is not supported. Name a model of another family."
+                f"model.path={self._path}: {type(self._processor).__name__} expands images by more than "
+                "their sizes, which is not supported. Name a model of another family."
             )
 
 
@@ -95,14 +106,16 @@ class RefusedImages(Placeholders):
     """Stands for a model that is trained on text alone. problem: of its images."""
 
     def __init__(self, path: str, problem: str) -> None:
-        self.id, self._path, self._problem = -1, path, problem
+        self.id = -1
+        self._path = path
+        self._problem = problem
 
     def expand(self, ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[np.ndarray, Placed]:
         """Return the ids. Raises ConfigError if there are images."""
         if images:
             raise ConfigError(
-                f"model.path={self._path}: {where} has images, which this model cannot be trained on: {self._problem}. "
-                "Take another model, or text alone."
+                f"model.path={self._path}: {where} has images, which this model cannot be trained on: "
+                f"{self._problem}. Take another model, or text alone."
             )
         return ids, ()
 
@@ -114,5 +127,7 @@ def _picture(data: Any, where: str) -> Any:
 def spread(values: np.ndarray, placed: Sequence[PlacedImage]) -> np.ndarray:
     """Give each token of an image 0, in values [n] of the ids before `expand`."""
     for each in placed:
-        values = np.concatenate([values[: each.first], np.zeros(each.tokens, values.dtype), values[each.first + 1 :]])
+        values = np.concatenate(
+            [values[: each.first], np.zeros(each.tokens, values.dtype), values[each.first + 1 :]]
+        )
     return values

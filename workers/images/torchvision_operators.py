@@ -1,7 +1,9 @@
-"""Let torchvision load beside a CPU torch. The registry's build contains operators that need CUDA's libraries.
+"""Let torchvision load beside a CPU torch. The registry's build contains operators that need CUDA's
+libraries.
 
-Image processors use none of these operators, but torchvision describes two of them at import, and fails where they are
-missing. torch calls `install` at the end of its own import (entry point `torch.backends`), in vLLM's processes too.
+Image processors use none of these operators, but torchvision describes two of them at import, and fails where
+they are missing. torch calls `install` at the end of its own import (entry point `torch.backends`), in vLLM's
+processes too.
 """
 
 import sys

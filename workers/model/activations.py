@@ -5,9 +5,9 @@
     backward   layer 2 | layer 1 | layer 0
                   in 1      in 0                   fetched while the layer after it is recomputed
 
-At most two tensors are on their way out: before a third, the computation waits for the first. torch's `save_on_cpu`
-copies on the computation's stream, which waits for each copy, and cannot copy the DTensors that the final norm saves
-under tensor parallelism. They stay on the device.
+At most two tensors are on their way out: before a third, the computation waits for the first. torch's
+`save_on_cpu` copies on the computation's stream, which waits for each copy, and cannot copy the DTensors that
+the final norm saves under tensor parallelism. They stay on the device.
 """
 
 from collections import deque
@@ -54,7 +54,9 @@ class HostActivations:
         return self._saved[-1]
 
     def load(self, saved: Tensor | Saved) -> Tensor:
-        """Return the tensor on its device, and prefetch the tensor saved before it, which backward needs next."""
+        """Return the tensor on its device, and prefetch the tensor saved before it, which backward needs
+        next.
+        """
         if isinstance(saved, Tensor):
             return saved
         while self._leaving:
@@ -81,7 +83,8 @@ class HostActivations:
 def activations_on_host(device: torch.device) -> saved_tensors_hooks:
     """Inside, move tensors that autograd saves to host memory (pinned, with CUDA), and back when needed.
 
-    Only for checkpointed layers, which save their inputs, [T, hidden size] each: others save weights that FSDP gathers.
+    Only for checkpointed layers, which save their inputs, [T, hidden size] each: others save weights that
+    FSDP gathers.
     """
     activations = HostActivations(_copies(device))
     return saved_tensors_hooks(activations.save, activations.load)

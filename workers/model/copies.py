@@ -24,7 +24,8 @@ class CopyStream:
     """Copy on a second CUDA stream, in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
 
     def copy(self, source: Tensor, target: Tensor) -> Any:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

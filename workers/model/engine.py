@@ -1,14 +1,17 @@
-"""The training engine of every role: forward-only log-probs, forward and backward, optimiser step, weights out.
+"""The training engine of every role: forward-only log-probs, forward and backward, optimiser step, weights
+out.
 
     DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
                   (once a micro-batch, which adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> optimiser --> schedule      named_weights, save_pretrained: gather --> names of the files
 
-It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls are
-collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
-(`parallel.py`) get the same sequences and return the same results. A caller counts one of them.
+It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls
+are
+collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences
+or layers (`parallel.py`) get the same sequences and return the same results. A caller counts one of them.
 
-T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if start == stop.
+T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if start ==
+stop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,10 +91,13 @@ CONFIGURED = StepSettings()
 class TrainingEngine:
     """Train or evaluate one model, sharded over the ranks. Without an optimiser it is frozen.
 
-    total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the rollouts.
-    parallel: how ranks share sequences and layers, or None to shard parameters over all. head: `lm` for log-probs,
-    `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass.
-    cpu_offload: keep parameters, gradients and optimiser state in host memory. optimizer_offload: the state alone.
+    total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the
+    rollouts.
+    parallel: how ranks share sequences and layers, or None to shard parameters over all. head: `lm` for
+    log-probs, `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own
+    forward pass.
+    cpu_offload: keep parameters, gradients and optimiser state in host memory. optimizer_offload: the state
+    alone.
 
     Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
     """
@@ -114,8 +120,11 @@ class TrainingEngine:
         if head not in LOADERS:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
         self.device = torch.device(device)
-        self.model_config, self.head, self.optimizer_config = model_config, head, optimizer
-        self.temperature, self.reshard_after_forward = temperature, reshard_after_forward
+        self.model_config = model_config
+        self.head = head
+        self.optimizer_config = optimizer
+        self.temperature = temperature
+        self.reshard_after_forward = reshard_after_forward
         self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
         self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
@@ -131,17 +140,23 @@ class TrainingEngine:
         self._check_model()
         # Kept by name, because only a pipeline's last stage keeps the layer.
         output = self.module.model.get_output_embeddings() if head == "lm" else None
-        self._output_name = next((name for name, part in self.module.model.named_modules() if part is output), "")
+        self._output_name = next(
+            (name for name, part in self.module.model.named_modules() if part is output), ""
+        )
         self.teacher_layer: WholeLayer | None = None
         self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
-        self.stage = Stage(self.module, self.parallel, recomputed=RECOMPUTED[model_config.gradient_checkpointing])
+        self.stage = Stage(
+            self.module, self.parallel, recomputed=RECOMPUTED[model_config.gradient_checkpointing]
+        )
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.set_trained(optimizer is not None, model_config.train_vision)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
         self.has_adapters = optimizer is not None and model_config.lora.rank > 0
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
-        self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=optimizer is not None)
+        self.routing = Routing(
+            self.module, model_config, self.parallel, self.device, trained=optimizer is not None
+        )
         if check_numerics:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
@@ -150,10 +165,19 @@ class TrainingEngine:
         limit_waits()
         source.fill(self.device, cpu_offload=cpu_offload)
         self.module.place_tower(self.device, self.dtype)
-        prepare, hooks = self._before_backward, self.routing.hooks
-        self.runner = MicroBatchRunner(self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks)
+        prepare = self._before_backward
+        hooks = self.routing.hooks
+        self.runner = MicroBatchRunner(
+            self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks
+        )
         self.checkpoint_weights = CheckpointWeights(
-            self.module.model, source.rules, weights, self._shards, self.device, self.stage, self.module.frozen_names
+            self.module.model,
+            source.rules,
+            weights,
+            self._shards,
+            self.device,
+            self.stage,
+            self.module.frozen_names,
         )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
@@ -163,7 +187,11 @@ class TrainingEngine:
         if check_numerics:
             sequences = self.routing.with_own_choices(probe.sequences)
             for degree in self.parallel.config.context_degrees:
-                shared = {CONTEXT_DEGREE: torch.full((len(sequences),), degree)} if self.parallel.shares_by_step else {}
+                shared = (
+                    {CONTEXT_DEGREE: torch.full((len(sequences),), degree)}
+                    if self.parallel.shares_by_step
+                    else {}
+                )
                 probed = replace(sequences, columns=sequences.columns | shared)
                 with self.routing.without_losses():
                     check_against_reference(self, replace(probe, sequences=probed), expected)
@@ -175,14 +203,18 @@ class TrainingEngine:
         return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
 
     def _begin_state(self, config: OptimizerConfig, total_steps: int, *, offload: bool) -> TrainingState:
-        named, sets = self.module.named_parameters(), (self.module.layer_matrices, self.module.tower)
+        named = self.module.named_parameters()
+        sets = (self.module.layer_matrices, self.module.tower)
         optimizer = make_optimizer(named, config, *sets, offload=offload)
         schedule = make_schedule(optimizer, config, total_steps)
         return TrainingState(optimizer, schedule, NonfiniteGuard(config.max_skipped_steps))
 
     def _check_model(self) -> None:
-        cuda, half = self.device.type == "cuda", self.dtype.itemsize == 2
-        check_model(self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half)
+        cuda = self.device.type == "cuda"
+        half = self.dtype.itemsize == 2
+        check_model(
+            self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half
+        )
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:
@@ -190,9 +222,11 @@ class TrainingEngine:
             share_model(self.module.model, self.parallel.tensor)
         self.stage.keep(self.module)
         experts = share_experts(self.module.model, self.parallel, self.routing.grouped)
-        cuda, images = self.device.type == "cuda", self.module.vision is not None
+        cuda = self.device.type == "cuda"
+        images = self.module.vision is not None
         compiled = compiles(self.model_config, self.parallel.config, cuda=cuda, images=images)
-        tower, layers = self.module.tower_blocks, self.module.layers
+        tower = self.module.tower_blocks
+        layers = self.module.layers
         checkpoint_layers(self.module.model, layers, self.model_config, tower, compiled=compiled)
         if compiled:
             compile_layers(layers, shares_experts=self.parallel.config.expert_parallel > 1)
@@ -222,7 +256,9 @@ class TrainingEngine:
         return [self.parallel.mesh[name].get_group() for name in names]
 
     def counted(self, sequences: DataProto) -> Tensor:
-        """Return which sequences this rank counts, of those that ranks share by choice of a plan: bool [B]."""
+        """Return which sequences this rank counts, of those that ranks share by choice of a plan:
+        bool [B].
+        """
         degrees = sequences.columns.get(CONTEXT_DEGREE)
         if degrees is None:
             return torch.ones(len(sequences), dtype=torch.bool)
@@ -233,27 +269,34 @@ class TrainingEngine:
         """Return the log-probability of every token with `loss_mask`, forward only: float32 [T] on the CPU, 0
         elsewhere.
 
-        Metrics: `entropy` and, with `rollout_log_probs`, `rollout_mismatch_mean` and `_max`. Raises ConfigError for an
-        engine with a value head, DataError if a row is in none or several of the micro-batches.
+        Metrics: `entropy` and, with `rollout_log_probs`, `rollout_mismatch_mean` and `_max`. Raises
+        ConfigError for an engine with a value head, DataError if a row is in none or several of the
+        micro-batches.
         """
         self._check_head("lm")
-        (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
+        (log_probs,), metrics = self._forward_only(
+            "log_probs", sequences, micro_batches, ("log_probs",), _measure
+        )
         return log_probs, metrics
 
     @torch.no_grad()
     def log_probs_and_entropies(
         self, sequences: DataProto, micro_batches: Sequence[MicroBatch]
     ) -> tuple[Tensor, Tensor, Metrics]:
-        """Return `log_probs` and, from the same forward pass, the entropy at each of these tokens, in nats."""
+        """Return `log_probs` and, from the same forward pass, the entropy at each of these
+        tokens, in nats.
+        """
         self._check_head("lm")
         kept = ("log_probs", "entropy")
-        (log_probs, entropies), metrics = self._forward_only("log_probs", sequences, micro_batches, kept, _measure)
+        (log_probs, entropies), metrics = self._forward_only(
+            "log_probs", sequences, micro_batches, kept, _measure
+        )
         return log_probs, entropies, metrics
 
     @torch.no_grad()
     def sequence_log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the summed log-prob of each sequence's tokens with `loss_mask`, forward only: float64 [B] on the
-        CPU.
+        """Return the summed log-prob of each sequence's tokens with `loss_mask`, forward only: float64 [B] on
+        the CPU.
         """
         self._check_head("lm")
         result = torch.zeros(len(sequences), dtype=torch.float64, device=self.device)
@@ -266,15 +309,21 @@ class TrainingEngine:
         return self.stage.from_last(result.cpu())
 
     @torch.no_grad()
-    def read_outputs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch], read: Read) -> list[Any]:
-        """Return what `read` makes of every token with `loss_mask`, forward only: NumPy [T, ...] each, 0 elsewhere."""
+    def read_outputs(
+        self, sequences: DataProto, micro_batches: Sequence[MicroBatch], read: Read
+    ) -> list[Any]:
+        """Return what `read` makes of every token with `loss_mask`, forward only: NumPy [T, ...] each, 0
+        elsewhere.
+        """
         self._check_head("lm")
         found: list[Any] = []
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             positions = int(sequences.offsets[start]) + rows.loss_positions.numpy()
             parts = [as_numpy(rows.whole(output)) for output in outputs]
-            found.extend(np.zeros((sequences.num_tokens, *part.shape[1:]), part.dtype) for part in parts[len(found) :])
+            found.extend(
+                np.zeros((sequences.num_tokens, *part.shape[1:]), part.dtype) for part in parts[len(found) :]
+            )
             for column, part in zip(found, parts, strict=True):
                 column[positions] = part
 
@@ -305,12 +354,16 @@ class TrainingEngine:
         cells: see `RowLayout.lay_out`.
         """
         self._check_head("value")
-        (values,), metrics = self._forward_only("values", sequences, micro_batches, ("values",), measure, cells)
+        (values,), metrics = self._forward_only(
+            "values", sequences, micro_batches, ("values",), measure, cells
+        )
         return values, metrics
 
     @torch.no_grad()
     def scores(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the value head's output at the last token of each sequence, forward only: float64 [B] on the CPU."""
+        """Return the value head's output at the last token of each sequence, forward only: float64 [B] on the
+        CPU.
+        """
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float64, device=self.device)
 
@@ -329,7 +382,8 @@ class TrainingEngine:
         measure: Callable[[Any], Statistics],
         cells: str = "before",
     ) -> tuple[list[Tensor], Metrics]:
-        tokens, statistics = TokenOutputs(), list[Statistics]()
+        tokens = TokenOutputs()
+        statistics = list[Statistics]()
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
@@ -380,11 +434,12 @@ class TrainingEngine:
         denominators: Denominators,
         cells: str = "before",
     ) -> Metrics:
-        """Add the gradient of a mini-batch's loss to the parameters' gradients. Returns the loss function's metrics.
+        """Add the gradient of a mini-batch's loss to the parameters' gradients. Returns the loss function's
+        metrics.
 
-        micro_batches: this rank's share of the mini-batch, at least one and as many on every rank. denominators: of the
-        whole mini-batch over all ranks. cells: see `RowLayout.lay_out`. The metric `loss` adds up over ranks to the
-        mini-batch's loss.
+        micro_batches: this rank's share of the mini-batch, at least one and as many on every rank.
+        denominators: of the whole mini-batch over all ranks. cells: see `RowLayout.lay_out`. The metric
+        `loss` adds up over ranks to the mini-batch's loss.
 
         Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
@@ -397,10 +452,14 @@ class TrainingEngine:
         loss_function: LossFunction,
         denominators: Denominators,
     ) -> tuple[Tensor, Metrics]:
-        """As `forward_backward`, and return the log-probs that the loss has seen, in the form of `log_probs`."""
+        """As `forward_backward`, and return the log-probs that the loss has seen, in the form of
+        `log_probs`.
+        """
         self._check_head("lm")
         tokens = TokenOutputs()
-        metrics = self._forward_backward(sequences, micro_batches, loss_function, denominators, "before", tokens)
+        metrics = self._forward_backward(
+            sequences, micro_batches, loss_function, denominators, "before", tokens
+        )
         (log_probs,) = self.stage.from_last(tokens.columns(1, sequences.num_tokens))
         return log_probs, metrics
 
@@ -438,14 +497,16 @@ class TrainingEngine:
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self, given: StepSettings = CONFIGURED) -> Metrics:
-        """Clip, update, advance the schedule, clear the gradients. Skip on every rank if a loss or gradient is not
-        finite. given: settings of this step alone.
+        """Clip, update, advance the schedule, clear the gradients. Skip on every rank if a loss or gradient
+        is not finite. given: settings of this step alone.
 
-        Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped, `grad_norm`
-        (before clipping). Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped
-        steps in a row, and ConfigError for a setting that the optimiser does not have.
+        Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped,
+        `grad_norm` (before clipping). Raises NonFiniteError, naming the sequences, after
+        `optimizer.max_skipped_steps` skipped steps in a row, and ConfigError for a setting that the optimiser
+        does not have.
         """
-        config, state = self._check_trained(), self.states.current
+        config = self._check_trained()
+        state = self.states.current
         longest = config.max_grad_norm if given.max_grad_norm is None else given.max_grad_norm
         norm = clip_over_stages(self.stage, self.module, longest)
         finite = state.nonfinite_guard.takes_step(norm, self.device)
@@ -465,15 +526,19 @@ class TrainingEngine:
     def named_weights(
         self, dtype: torch.dtype | None = None, keeper: int | None = None, *, frozen_tower: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights under the names and in the shapes of the model's files, on `device`. Collective.
+        """Yield whole weights under the names and in the shapes of the model's files, on `device`.
+        Collective.
 
-        dtype: None keeps the parameters'. keeper: only rank that gets them, or None for all. frozen_tower: also a
-        frozen vision tower's. `lm_head.weight` is included even if tied: vLLM keeps a packed copy of the output layer.
+        dtype: None keeps the parameters'. keeper: only rank that gets them, or None for all. frozen_tower:
+        also a frozen vision tower's. `lm_head.weight` is included even if tied: vLLM keeps a packed copy of
+        the output layer.
         """
         reshard(self.module)
         return self.checkpoint_weights.convert(self._sent_conversions(frozen_tower), dtype, keeper)
 
-    def weights_metadata(self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False) -> dict[str, Tensor]:
+    def weights_metadata(
+        self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False
+    ) -> dict[str, Tensor]:
         """Return `named_weights` in order as meta tensors. Not collective."""
         return self.checkpoint_weights.metadata(self._sent_conversions(frozen_tower), dtype)
 
@@ -506,8 +571,8 @@ class TrainingEngine:
         self.states.use(name)
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, in peft's format. Collective. Raises OutputError, on every rank, if rank 0 cannot
-        write.
+        """Write only the adapters, in peft's format. Collective. Raises OutputError, on every rank, if rank 0
+        cannot write.
         """
         weights = self._adapter_weights("save adapters")
         write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
@@ -521,7 +586,8 @@ class TrainingEngine:
         """Return whole A and B by peft's names, on the host of the ranks at place zero."""
         self._check_adapters(what)
         reshard(self.module)
-        every, keep = adapter_weights(self.module.model, self.device), self.parallel.is_place_zero
+        every = adapter_weights(self.module.model, self.device)
+        keep = self.parallel.is_place_zero
         parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
         return {name: weight for part in parts for name, weight in part.items()}
 
@@ -537,8 +603,8 @@ class TrainingEngine:
     def save_checkpoint(
         self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = ""
     ) -> None:
-        """Start to save the training state in the background, with the caller's `extra`. See `Checkpointer.save`.
-        Collective.
+        """Start to save the training state in the background, with the caller's `extra`. See
+        `Checkpointer.save`. Collective.
         """
         self.checkpointer.save(path, step=step, extra=extra, policy=policy)
 
@@ -550,7 +616,8 @@ class TrainingEngine:
         return self.checkpointer.load(path, policy=policy).extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
-        """Write the model in Hugging Face format, in its files' dtype, with the source's other files. Collective.
+        """Write the model in Hugging Face format, in its files' dtype, with the source's other files.
+        Collective.
 
         Ranks share the writing and return when the folder is complete. An existing folder is replaced. Raises
         OutputError if a rank cannot write.
@@ -558,12 +625,20 @@ class TrainingEngine:
         reshard(self.module)
         source = self.model_config.path
         write_model(
-            self.checkpoint_weights, source, Path(path), self.stored_dtype, file_bytes, chat_template=self.chat_template
+            self.checkpoint_weights,
+            source,
+            Path(path),
+            self.stored_dtype,
+            file_bytes,
+            chat_template=self.chat_template,
         )
 
     def _before_backward(self, part: Part, last: bool) -> None:
-        settings, layers = self.parallel.config, self.module.layers_of(part)
-        prepare_backward(self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings)
+        settings = self.parallel.config
+        layers = self.module.layers_of(part)
+        prepare_backward(
+            self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings
+        )
 
     def _computed(self, read: Read | None) -> Callable[[ModelInput, Passing], Any]:
         more = () if read is None else (read,)  # a value head's model takes none
@@ -574,7 +649,8 @@ class TrainingEngine:
         if self.head == "value":
             return ValuePredictions.gather(rows.whole(outputs), micro_batch, rows)
         found = [each if each.dim() == 2 else each[:, None] for each in outputs]
-        sizes, dtype = [each.shape[1] for each in found], outputs[0].dtype
+        sizes = [each.shape[1] for each in found]
+        dtype = outputs[0].dtype
         whole = rows.whole(torch.cat([each.to(dtype) for each in found], dim=-1)).split(sizes, dim=-1)
         columns = [each.squeeze(-1) if size == 1 else each for each, size in zip(whole, sizes, strict=True)]
         return Predictions.gather(columns, micro_batch, rows)

@@ -3,9 +3,9 @@
     DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
     stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
 
-The order comes from `balancing.pipelines.pipeline`. A single stage alternates forward and backward. A stage asks for a
-tensor right before the pass that reads it. Asked for one pass earlier, NCCL's kernel would wait for it on the
-multiprocessors that compute this pass.
+The order comes from `balancing.pipelines.pipeline`. A single stage alternates forward and backward. A stage
+asks for a tensor right before the pass that reads it. Asked for one pass earlier, NCCL's kernel would wait
+for it on the multiprocessors that compute this pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,8 @@ class RouterHook:
 
     @contextmanager
     def following(self, cells: Any, *, counting: bool = False) -> Iterator[None]:
-        self.current, self.counting = cells, counting
+        self.current = cells
+        self.counting = counting
         try:
             yield
         finally:
@@ -49,7 +50,9 @@ class RouterHook:
 
 @dataclass
 class _Begun:
-    """Hold a micro-batch between forward and backward. end: its loss, or the sent tensor. routed: data of each hook."""
+    """Hold a micro-batch between forward and backward. end: its loss, or the sent tensor. routed: data of
+    each hook.
+    """
 
     received: Tensor | None
     end: Tensor | None
@@ -61,8 +64,8 @@ class _Begun:
 class EnginePass:
     """Hold one pass over micro-batches. trains: backward follows. forward, cells: see `RowLayout.lay_out`.
 
-    compute: the model's outputs, or the hidden states for the next part. finish: takes the outputs of micro-batch
-    number i, on the last stage alone. Returns its loss, or None.
+    compute: the model's outputs, or the hidden states for the next part. finish: takes the outputs of
+    micro-batch number i, on the last stage alone. Returns its loss, or None.
     """
 
     name: str
@@ -99,8 +102,8 @@ class TokenOutputs:
 class MicroBatchRunner:
     """Run micro-batches through the model. Collective: every rank runs the same number.
 
-    dtype: of what stages send. before_backward: called before each backward pass with the part of the model, and
-    whether this is the part's last pass.
+    dtype: of what stages send. before_backward: called before each backward pass with the part of the model,
+    and whether this is the part's last pass.
     """
 
     def __init__(
@@ -113,8 +116,13 @@ class MicroBatchRunner:
         before_backward: Callable[[Part, bool], None],
         router_hooks: Sequence[RouterHook],
     ) -> None:
-        self._stage, self._layout, self._clock, self._device, self._dtype = stage, layout, clock, device, dtype
-        self._before_backward, self._router_hooks = before_backward, router_hooks
+        self._stage = stage
+        self._layout = layout
+        self._clock = clock
+        self._device = device
+        self._dtype = dtype
+        self._before_backward = before_backward
+        self._router_hooks = router_hooks
         self._exchange = Exchange(stage.parallel) if stage.stages > 1 else None
 
     def run(self, work: EnginePass) -> None:
@@ -136,7 +144,11 @@ class MicroBatchRunner:
             return None
         if action.kind == "forward":
             rows, cells = self._lay_out(work, action.micro_batch).input_ids.shape
-            shape: tuple[int, ...] = (rows, cells // self._stage.parallel.tensor.size(), self._stage.hidden_size)
+            shape: tuple[int, ...] = (
+                rows,
+                cells // self._stage.parallel.tensor.size(),
+                self._stage.hidden_size,
+            )
         else:
             end = work.begun[action.micro_batch, action.chunk].end
             assert end is not None

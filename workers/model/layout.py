@@ -4,8 +4,8 @@
               --pack_shared--> SharedRow, where sequences begin with the same tokens
               --pad---> a row for each sequence
 
-Padded rows on shared ranks or a flash kernel are a PackedRow with segments as long as the longest: attention is causal
-and padding is at the end, so no token sees it.
+Padded rows on shared ranks or a flash kernel are a PackedRow with segments as long as the longest: attention
+is causal and padding is at the end, so no token sees it.
 """
 
 import math
@@ -39,8 +39,8 @@ from workers.model.sharding.parallel import Parallel
 class RowLayout:
     """Lay out the micro-batches of one engine. parallel: None for a process without a process group.
 
-    shared_from: shortest prefix that sequences share, 0 for none. Raises ConfigError or UnsupportedModelError if
-    model, layout, attention kernel and parallelism are incompatible.
+    shared_from: shortest prefix that sequences share, 0 for none. Raises ConfigError or UnsupportedModelError
+    if model, layout, attention kernel and parallelism are incompatible.
     """
 
     def __init__(
@@ -52,12 +52,18 @@ class RowLayout:
         compute_dtype: torch.dtype,
     ) -> None:
         shares = parallel.config if parallel else ParallelConfig()
-        cp, tp = shares.context_parallel, shares.tensor_parallel
-        self._parallel, self._ring = parallel, shares.context_parallel_method == "ring"
-        self._device, self._config, self._context, self._tensor = device, config, cp, tp
+        cp = shares.context_parallel
+        tp = shares.tensor_parallel
+        self._parallel = parallel
+        self._ring = shares.context_parallel_method == "ring"
+        self._device = device
+        self._config = config
+        self._context = cp
+        self._tensor = tp
         self._model = model
         self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
-        name, features = model.name, model.required_features
+        name = model.name
+        features = model.required_features
         shares_prefix = shares_prefixes(
             config,
             features,
@@ -74,8 +80,9 @@ class RowLayout:
     def lay_out(self, micro_batch: DataProto, *, forward: bool = False, cells: str = "before") -> ModelInput:
         """Lay out a micro-batch. The model's inputs are on the device.
 
-        forward: use the layout of forward-only passes. cells: which to read: `before` each token with `loss_mask`, its
-        `own`, or each sequence's `last`. Raises DataError if `loss_mask` marks the first token of a sequence.
+        forward: use the layout of forward-only passes. cells: which to read: `before` each token with
+        `loss_mask`, its `own`, or each sequence's `last`. Raises DataError if `loss_mask` marks the first
+        token of a sequence.
         """
         layout, multiple = self._config.rows(forward=forward)
         chosen = micro_batch.columns.get(CONTEXT_DEGREE)
@@ -86,7 +93,9 @@ class RowLayout:
             rows: ModelInput = self._row(micro_batch, multiple, to_longest=layout == "padded")
         else:
             rows = pad(micro_batch, multiple)
-        if not len(micro_batch):  # its row has a token without work, so that the rank takes part in collectives
+        if not len(
+            micro_batch
+        ):  # its row has a token without work, so that the rank takes part in collectives
             rows = replace(rows, source=torch.full_like(rows.source, -1), cells=rows.cells[:0])
         if cells != "before":
             rows = read_own(rows) if cells == "own" else read_last(rows, micro_batch)
@@ -103,7 +112,15 @@ class RowLayout:
             rows = replace(rows, attention=attention)
         if chosen is not None and self._parallel is not None:
             rows = replace(rows, degree=degree, counts=self._parallel.context_rank % degree == 0)
-        names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask", "image_cells", "image_source")
+        names = (
+            "input_ids",
+            "position_ids",
+            "predicting",
+            "targets",
+            "attention_mask",
+            "image_cells",
+            "image_source",
+        )
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
         images = rows.images or {}
         sent = to_device(self._device, *read.values(), *rows.teacher.values(), *images.values())

@@ -9,10 +9,10 @@ torch.compile of each decoder layer, before FSDP wraps it:
                                        --> [compiled: o, norm, MLP] --> FSDP frees
                                        --> [compiled: o, norm] --> router, exchange --> [compiled: experts] --> ...
 
-Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged. Attention is a graph break
-on purpose: traced, it would recompile for every layer and every list of segment lengths. So all layers of one kind and
-rows of any length share graphs. A router and the exchange of tokens are breaks too: hooks replace choices, add losses
-and count, and ranks receive as many tokens as the data says.
+Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged. Attention is a
+graph break on purpose: traced, it would recompile for every layer and every list of segment lengths. So all
+layers of one kind and rows of any length share graphs. A router and the exchange of tokens are breaks too:
+hooks replace choices, add losses and count, and ranks receive as many tokens as the data says.
 
 Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
@@ -65,7 +65,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations and gathered parameters for `model.dtype`. Tests of exactness use float64."""
+    """Return the dtype of activations and gathered parameters for `model.dtype`. Tests of exactness use
+    float64.
+    """
     if setting == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, setting)
@@ -85,9 +87,13 @@ class PackedModel(nn.Module):
         self.required_features = required_features(model.config, names)
         self.softcap = final_softcap(model.config)
         self.logit_factor = logit_factor(model.config)
-        sees = hasattr(model, "get_image_features") and getattr(model.config, "image_token_id", None) is not None
+        sees = (
+            hasattr(model, "get_image_features") and getattr(model.config, "image_token_id", None) is not None
+        )
         sees = sees and model.config.model_type not in IMAGES_SEE_AHEAD
-        self.vision = Vision(model, decoder_of(model)) if sees and model.get_output_embeddings() is not None else None
+        self.vision = (
+            Vision(model, decoder_of(model)) if sees and model.get_output_embeddings() is not None else None
+        )
         # Families that use only distances of positions (ALiBi) take none.
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
 
@@ -110,7 +116,8 @@ class PackedModel(nn.Module):
 
     def layers_of(self, part: Part) -> list[nn.Module]:
         """Return a part's layers, and those of a trained tower, which are sharded one by one."""
-        layers, tower = _layers(self.model), self.tower_blocks if part.first else []
+        layers = _layers(self.model)
+        tower = self.tower_blocks if part.first else []
         return tower + ([] if layers is None else [layers.get_submodule(str(index)) for index in part.layers])
 
     @property
@@ -149,10 +156,11 @@ class PackedModel(nn.Module):
         return any(find_mixers(layer) for layer in self.layers)
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
-        """Return the last hidden states [N, H] of the cells `predicting`, or on a non-final part of all cells [R, W,
-        H].
+        """Return the last hidden states [N, H] of the cells `predicting`, or on a non-final part of all cells
+        [R, W, H].
         """
-        # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
+        # Packed rows get neither cache nor mask: with either, transformers would not tell their segments
+        # apart.
         arguments: dict[str, Any] = {"position_ids": rows.position_ids} if self.takes_positions else {}
         if rows.attention is None:
             arguments["attention_mask"] = rows.attention_mask
@@ -175,7 +183,9 @@ class PackedModel(nn.Module):
 
 
 Read = Callable[[ModelInput, OutputLayer], tuple[Tensor, ...]]
-"""Makes a causal LM's outputs [N, ...] from its output layer and the hidden states of the cells `predicting`."""
+"""Makes a causal LM's outputs [N, ...] from its output layer and the hidden states of the cells
+`predicting`.
+"""
 
 
 def read_log_probs(rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
@@ -199,7 +209,9 @@ class PackedCausalLM(PackedModel):
             return hidden
         layer, shared = own_vocabulary(self.model.get_output_embeddings())
         head = Head(temperature, self.softcap, self.logit_factor, *shared)
-        return (read or read_log_probs)(rows, OutputLayer(hidden, *layer, head, self.chunk_tokens(hidden.device.type)))
+        return (read or read_log_probs)(
+            rows, OutputLayer(hidden, *layer, head, self.chunk_tokens(hidden.device.type))
+        )
 
 
 def load_model(
@@ -209,7 +221,8 @@ def load_model(
 
     skeleton: only modules, names and shapes, on the meta device. shapes: of the weight files, to compare.
 
-    Raises ConfigError if the model is missing or incomplete, UnsupportedModelError if packing would change its results.
+    Raises ConfigError if the model is missing or incomplete, UnsupportedModelError if packing would change
+    its results.
     """
     model, missing = read_pretrained(LanguageModel, config, dtype, skeleton, shapes)
     check_complete(config.path, missing)
@@ -221,7 +234,9 @@ class LanguageModel:
 
     @staticmethod
     def _of(config: PreTrainedConfig) -> Any:
-        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.model_type not in IMAGES_SEE_AHEAD
+        sees = (
+            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.model_type not in IMAGES_SEE_AHEAD
+        )
         return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
     @classmethod
@@ -242,12 +257,18 @@ def read_config(path: str, **options: Any) -> PreTrainedConfig:
 
 
 def read_pretrained(
-    auto_class: Any, config: ModelConfig, dtype: torch.dtype, skeleton: bool, shapes: Shapes | None, **options: Any
+    auto_class: Any,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    skeleton: bool,
+    shapes: Shapes | None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Read the model at `config.path` by one of transformers' auto classes. options: of the model's configuration.
+    """Read the model at `config.path` by one of transformers' auto classes. options: of the model's
+    configuration.
 
-    Returns the model and the sorted names of weights that its files lack. A skeleton without `shapes` lacks none.
-    Raises as `load_model` does.
+    Returns the model and the sorted names of weights that its files lack. A skeleton without `shapes` lacks
+    none. Raises as `load_model` does.
     """
     hf_config = read_config(config.path, **options)
     try:
@@ -274,13 +295,13 @@ def read_pretrained(
         raise ConfigError(f"model.path={config.path} cannot be loaded: {clause(error)}.") from error
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(
-            f"model.path={config.path}: {name} is {tuple(found)} in the weight files and {tuple(expected)} by "
-            "config.json. Use the config.json of these weights."
+            f"model.path={config.path}: {name} is {tuple(found)} in the weight files and {tuple(expected)} "
+            "by config.json. Use the config.json of these weights."
         )
     if left_out := [name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)]:
         raise ConfigError(
-            f"model.path={config.path}: the model that config.json describes has no {left_out[0]}, which would be left "
-            "out. Use the config.json of these weights."
+            f"model.path={config.path}: the model that config.json describes has no {left_out[0]}, which "
+            "would be left out. Use the config.json of these weights."
         )
     return model, sorted(info["missing_keys"])
 
@@ -327,7 +348,8 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
 
     Raises UnsupportedModelError if it cannot, ConfigError for settings that conflict.
     """
-    model, layout = packed.model, config.attention_layout()
+    model = packed.model
+    layout = config.attention_layout()
     check_layout(model.config.get_text_config().to_dict(), layout, packed.name)
     _check_layers(packed)
     if config.activation_offload and "none" in config.checkpointing_of(len(packed.layers)):
@@ -352,13 +374,16 @@ def described(model: Any) -> str:
 
 
 def _check_layers(packed: PackedModel) -> None:
-    problem, owners = "", [{id(parameter) for parameter in layer.parameters()} for layer in packed.layers]
+    problem = ""
+    owners = [{id(parameter) for parameter in layer.parameters()} for layer in packed.layers]
     if _layers(packed.model) is None:
         problem = "has no list of layers"
     elif sum(map(len, owners)) > len(set().union(*owners)):
         problem = "has layers that share parameters"
     if problem:
-        raise UnsupportedModelError(f"{packed.name} {problem}, so it cannot be sharded by layer. Take another model.")
+        raise UnsupportedModelError(
+            f"{packed.name} {problem}, so it cannot be sharded by layer. Take another model."
+        )
 
 
 def _use_packed_attention(packed: PackedModel) -> None:
@@ -367,7 +392,9 @@ def _use_packed_attention(packed: PackedModel) -> None:
     if packed.model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
         problem = "does not take an attention function, so its rows cannot be packed"
     elif not packed.takes_positions:
-        problem = "takes no position_ids, so in a packed row positions would continue from one sequence to the next"
+        problem = (
+            "takes no position_ids, so in a packed row positions would continue from one sequence to the next"
+        )
     if problem:
         raise UnsupportedModelError(f"{packed.name} {problem}. Set model.layout=padded.")
 
@@ -379,19 +406,30 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _use_own_attention(packed: PackedModel, setting: str) -> None:
-    """Use transformers' attention for padded rows: `sdpa`, or `eager` if sdpa is missing or lacks a feature."""
-    model, features = packed.model, packed.required_features
+    """Use transformers' attention for padded rows: `sdpa`, or `eager` if sdpa is missing or lacks
+    a feature.
+    """
+    model = packed.model
+    features = packed.required_features
     check_kernel_features(setting, "padded", features, packed.name)
-    wanted = ("sdpa" if features <= KERNEL_FEATURES["padded"]["sdpa"] else "eager") if setting == "auto" else setting
+    wanted = (
+        ("sdpa" if features <= KERNEL_FEATURES["padded"]["sdpa"] else "eager")
+        if setting == "auto"
+        else setting
+    )
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:
         if setting != "auto":
-            raise UnsupportedModelError(f"{packed.name} has no attention {wanted}: {clause(error)}.") from error
+            raise UnsupportedModelError(
+                f"{packed.name} has no attention {wanted}: {clause(error)}."
+            ) from error
         model.set_attn_implementation("eager")  # every family accepts it
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
-        raise UnsupportedModelError(f"model.attention={wanted}: {packed.name} computes its own ({used}). Set auto.")
+        raise UnsupportedModelError(
+            f"model.attention={wanted}: {packed.name} computes its own ({used}). Set auto."
+        )
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -428,7 +466,8 @@ BACKEND = "inductor"  # CPU tests use a backend that only traces
 def compile_layers(layers: Iterable[nn.Module], *, shares_experts: bool) -> None:
     """Compile the forward pass of each layer, in place, on its first run. Call before `shard_model`.
 
-    shares_experts: whether ranks share the experts, which then run as they are: their sizes differ in every pass.
+    shares_experts: whether ranks share the experts, which then run as they are: their sizes differ in every
+    pass.
     """
     compiled = partial(torch.compile, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
@@ -436,7 +475,9 @@ def compile_layers(layers: Iterable[nn.Module], *, shares_experts: bool) -> None
         experts = find_experts(layer)
         for block in blocks_with_experts(layer):
             for part in block.children():
-                if not shares_experts if part in experts else any(part.children()):  # shared experts, but no router
+                if (
+                    not shares_experts if part in experts else any(part.children())
+                ):  # shared experts, but no router
                     part.forward = compiled(part.forward)
             block.forward = torch.compiler.disable(block.forward)
         layer.forward = compiled(layer.forward)

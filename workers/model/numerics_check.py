@@ -4,10 +4,11 @@
           --in rows, as the run lays out its micro-batches--> Outputs                           every rank, its shards
     expected, Outputs --compare--> Difference --> nothing, or UnsupportedModelError
 
-Lists of families cannot keep up with transformers: a state that leaks between sequences, ignored positions, or a factor
-on the logits change log-probs silently. The first sequence of a row shows none of this, so there are three. Policy and
-reference are compared by log-probs, critic and reward model by values and the value head's inputs, and trained policies
-also by gradients. Models that see images get sequences with images, see `image_probe`.
+Lists of families cannot keep up with transformers: a state that leaks between sequences, ignored positions,
+or a factor on the logits change log-probs silently. The first sequence of a row shows none of this, so there
+are three. Policy and reference are compared by log-probs, critic and reward model by values and the value
+head's inputs, and trained policies also by gradients. Models that see images get sequences with images, see
+`image_probe`.
 
 Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidden size) for a value head.
 """
@@ -46,15 +47,24 @@ LENGTH = re.compile(
 )
 """Names, in configurations and modules, of lengths beyond which a model computes something else."""
 SHORT = 8  # these lengths, in tokens, for the probe
-BUILT_IN = ("window_size", "block_size", "rel_extent", "chunk_size", "mamba_chunk_size")  # of buffers and kernels
+BUILT_IN = (
+    "window_size",
+    "block_size",
+    "rel_extent",
+    "chunk_size",
+    "mamba_chunk_size",
+)  # of buffers and kernels
 LONGEST_SPAN = 1024  # the longest built-in length that the probe exceeds
 BEYOND_SPAN = 8
 
 GRADIENT_TOLERANCE = 1e-2
-"""Relative, in the L2 norm. Exact models reach 1e-6 in float32. A sequence or a rank that is left out gives 0.1."""
+"""Relative, in the L2 norm. Exact models reach 1e-6 in float32. A sequence or a rank that is left out gives
+0.1.
+"""
 TIMES_ROUNDING, HALF_TOLERANCE, HALF_GRADIENT = 4.0, 2e-2, 1e-1
-"""Limits in half precision: a multiple of the change by rounding activations in the model's own pass, and an absolute
-difference that is always allowed, since kernels sum in another order."""
+"""Limits in half precision: a multiple of the change by rounding activations in the model's own pass, and an
+absolute difference that is always allowed, since kernels sum in another order.
+"""
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
@@ -64,8 +74,8 @@ Result = TypeVar("Result")
 class Probe:
     """Hold the input of the check.
 
-    sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameters: names of those whose
-    gradients are compared. inputs: of transformers' own pass for each sequence, with images.
+    sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameters: names of
+    those whose gradients are compared. inputs: of transformers' own pass for each sequence, with images.
     """
 
     sequences: DataProto
@@ -77,7 +87,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Hold values, float32 [N, C] on the CPU. gradients: of their sum by the probed parameters, flat, or None."""
+    """Hold values, float32 [N, C] on the CPU. gradients: of their sum by the probed parameters, flat, or
+    None.
+    """
 
     values: Tensor
     gradients: tuple[Tensor | None, ...] = ()
@@ -85,7 +97,8 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean and largest absolute difference of an output, nats for log-probs, and the relative one of gradients (L2).
+    """Mean and largest absolute difference of an output, nats for log-probs, and the relative one of
+    gradients (L2).
 
     Hidden states and values are in units of their root mean square. gradient: 0 if not compared.
     """
@@ -96,16 +109,20 @@ class Difference:
 
 
 Expected = tuple[Outputs, Difference]
-"""Outputs of the model's own forward pass, and their change when activations are rounded to the engine's dtype."""
+"""Outputs of the model's own forward pass, and their change when activations are rounded to the engine's
+dtype.
+"""
 
 
 def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
-    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded. The model is unchanged.
+    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded. The model is
+    unchanged.
 
     Raises as `check_against_reference` and `own_outputs` do.
     """
     layout = RowLayout(config, None, packed, CPU, torch.float32)
-    probe, settings = make_probe(packed, torch.float32, prefix=layout.shared_from), _settings(config, ParallelConfig())
+    probe = make_probe(packed, torch.float32, prefix=layout.shared_from)
+    settings = _settings(config, ParallelConfig())
     expected, rounding = own_outputs(packed, probe)
 
     def compute() -> Outputs:
@@ -119,7 +136,8 @@ def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
 
 
 def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> None:
-    """Compute the probe as a TrainingEngine computes its micro-batches, and compare. Collective, changes nothing.
+    """Compute the probe as a TrainingEngine computes its micro-batches, and compare. Collective, changes
+    nothing.
 
     Raises UnsupportedModelError on every rank if the difference exceeds rounding or a pass raises.
     """
@@ -135,7 +153,8 @@ def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> No
 
 
 def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
-    trains, gradients = bool(probe.parameters), [None] * len(probe.parameters)
+    trains = bool(probe.parameters)
+    gradients = [None] * len(probe.parameters)
     found: list[Tensor] = []
 
     def compute(rows: ModelInput, passing: Passing) -> Tensor:
@@ -165,9 +184,10 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
 def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
     """Build sequences of random ids, the same for every model of a vocabulary. `packed` may be a skeleton.
 
-    Special ids (padding, images) are left out. The longest sequence, in the middle, exceeds each length of `BUILT_IN`.
-    prefix: tokens that the last two share, for engines that share prefixes. Raises UnsupportedModelError if a length of
-    the model is too long for the probe.
+    Special ids (padding, images) are left out. The longest sequence, in the middle, exceeds each length of
+    `BUILT_IN`.
+    prefix: tokens that the last two share, for engines that share prefixes. Raises UnsupportedModelError if a
+    length of the model is too long for the probe.
     """
     prefix = prefix if prefix <= LONGEST_PREFIX else 0
     longest = max([LENGTHS[1], prefix + LENGTHS[0], *(span + BEYOND_SPAN for span in _built_in(packed))])
@@ -184,7 +204,9 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
 
 
 def _with_images(probe: Probe, vision: Vision, name: str, prefix: int) -> Probe:
-    """Put images into the sequences. If the processor cannot make them, text is proved alone and images are refused."""
+    """Put images into the sequences. If the processor cannot make them, text is proved alone and images are
+    refused.
+    """
     texts = probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist())
     try:
         sequences, inputs = add_images(texts, prefix, vision.processor, name)
@@ -195,12 +217,18 @@ def _with_images(probe: Probe, vision: Vision, name: str, prefix: int) -> Probe:
 
 
 def _built_in(packed: PackedModel) -> list[int]:
-    config, limit = packed.model.config.get_text_config(), max_positions(packed.model.config)
-    spans = {name: span for name in BUILT_IN if (span := getattr(config, name, None)) and (limit or span + 1) > span}
+    config = packed.model.config.get_text_config()
+    limit = max_positions(packed.model.config)
+    spans = {
+        name: span
+        for name in BUILT_IN
+        if (span := getattr(config, name, None)) and (limit or span + 1) > span
+    }
     for name, span in spans.items():
         if span > LONGEST_SPAN:
             raise UnsupportedModelError(
-                f"{packed.name} with {name}={span}, a length that the check at load cannot exceed. Take another model."
+                f"{packed.name} with {name}={span}, a length that the check at load cannot exceed. Take "
+                "another model."
             )
     return list(spans.values())
 
@@ -208,18 +236,21 @@ def _built_in(packed: PackedModel) -> list[int]:
 def _ordinary_ids(model: PreTrainedModel) -> Tensor:
     settings = model.config.to_dict() | model.config.get_text_config().to_dict()
     named = [value for name, value in settings.items() if name.endswith(("token_id", "token_index"))]
-    special = {one for value in named for one in (value if isinstance(value, list) else [value]) if one is not None}
+    special = {
+        one for value in named for one in (value if isinstance(value, list) else [value]) if one is not None
+    }
     ids = torch.arange(model.get_input_embeddings().num_embeddings)
     ordinary = ids[~torch.isin(ids, torch.tensor(list(special), dtype=torch.int64))]
     return ordinary if len(ordinary) else ids
 
 
 def _probed_parameters(packed: PackedModel) -> tuple[str, ...]:
-    """Return the name of the smallest trained parameter of the first layer, whose gradient passes all later layers.
+    """Return the name of the smallest trained parameter of the first layer, whose gradient passes all later
+    layers.
 
-    And of the tower's first, if it is trained. Biases are excluded, because softmax may cancel them, and so is the half
-    of an adapter with an initial gradient of 0. Empty for a frozen model and for a value head, which starts at 0 and
-    passes no gradient on.
+    And of the tower's first, if it is trained. Biases are excluded, because softmax may cancel them, and so
+    is the half of an adapter with an initial gradient of 0. Empty for a frozen model and for a value head,
+    which starts at 0 and passes no gradient on.
     """
     if isinstance(packed, PackedValueModel):
         return ()
@@ -234,13 +265,17 @@ def _smallest(packed: PackedModel, parameters: set[nn.Parameter]) -> str:
     sizes = {
         name: parameter.numel()
         for name, parameter in packed.named_parameters()
-        if parameter in parameters and parameter.requires_grad and not name.endswith("bias") and ".lora_A." not in name
+        if parameter in parameters
+        and parameter.requires_grad
+        and not name.endswith("bias")
+        and ".lora_A." not in name
     }
     return min(sizes, key=sizes.__getitem__) if sizes else ""
 
 
 def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
-    """Return transformers' outputs for each sequence by itself: its own forward pass, attention and output layer.
+    """Return transformers' outputs for each sequence by itself: its own forward pass, attention and output
+    layer.
 
     packed: whole, on the CPU, in float32 or float64. Raises ConfigError for weights with NaN or infinity,
     UnsupportedModelError if the forward pass raises or returns NaN or infinity.
@@ -263,7 +298,9 @@ def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) 
         raise
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
-        raise UnsupportedModelError(f"{packed.name}: {where} raises {type(error).__name__}: {text}") from error
+        raise UnsupportedModelError(
+            f"{packed.name}: {where} raises {type(error).__name__}: {text}"
+        ) from error
 
 
 def _check_weights(packed: PackedModel) -> None:
@@ -271,12 +308,14 @@ def _check_weights(packed: PackedModel) -> None:
         # A sum is read at the speed of memory and keeps NaN and infinity. It might overflow by itself.
         if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
             raise ConfigError(
-                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}). "
-                "Fetch the model again."
+                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: "
+                f"{name}). Fetch the model again."
             )
 
 
-def _row_values(packed: PackedModel, rows: ModelInput, temperature: float, passing: Passing | None = None) -> Tensor:
+def _row_values(
+    packed: PackedModel, rows: ModelInput, temperature: float, passing: Passing | None = None
+) -> Tensor:
     with _head_inputs(packed) as seen:
         outputs = packed(rows, temperature, passing)
     if passing is not None and not passing.part.last:
@@ -288,9 +327,12 @@ def _row_values(packed: PackedModel, rows: ModelInput, temperature: float, passi
 
 def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
     found = []
-    rows, dtype = probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist()), packed.model.dtype
+    rows = probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist())
+    dtype = packed.model.dtype
     for ids, inputs in zip(rows, probe.inputs, strict=True):
-        given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+        given = {
+            key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()
+        }
         with _head_inputs(packed) as seen:
             outputs = packed.model(input_ids=ids[None], use_cache=False, **given)
         if seen:
@@ -319,7 +361,9 @@ def compare(actual: Outputs, expected: Outputs) -> Difference:
         scale[0], scale[1:] = _size(expected.values[:, :1]), _size(expected.values[:, 1:])
     distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
     relative = [
-        1.0 if found is None else float(((found - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
+        1.0
+        if found is None
+        else float(((found - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
         for found, gradient in zip(actual.gradients, expected.gradients, strict=False)
         if gradient is not None and gradient.any()
     ]
@@ -331,14 +375,20 @@ def _size(values: Tensor) -> float:
 
 
 def _raise_if_different(
-    found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, settings: str, shared_from: int
+    found: Difference,
+    rounding: Difference,
+    probe: Probe,
+    packed: PackedModel,
+    settings: str,
+    shared_from: int,
 ) -> None:
     """Raise UnsupportedModelError if a difference exceeds rounding in the engine's dtype.
 
-    In float32 the largest difference of a token counts. In half precision the mean counts, since rounding may send
-    single tokens to another expert. settings: the engine's for the probe. shared_from: of `RowLayout`.
+    In float32 the largest difference of a token counts. In half precision the mean counts, since rounding may
+    send single tokens to another expert. settings: the engine's for the probe. shared_from: of `RowLayout`.
     """
-    is_half, dtype = probe.dtype not in (torch.float32, torch.float64), str(probe.dtype).removeprefix("torch.")
+    is_half = probe.dtype not in (torch.float32, torch.float64)
+    dtype = str(probe.dtype).removeprefix("torch.")
     outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[dtype]
     gradient = max(HALF_GRADIENT, TIMES_ROUNDING * rounding.gradient) if is_half else GRADIENT_TOLERANCE
     is_value = isinstance(packed, PackedValueModel)
@@ -356,8 +406,8 @@ def _raise_if_different(
         changes.insert(0, "model.layout=padded")
     advice = f"Set {' or '.join(changes)}, or take another model" if changes else "Take another model"
     raise UnsupportedModelError(
-        f"{packed.name}: with {settings} {problem} from the model's own forward pass of one sequence at a time, which "
-        f"is more than rounding in {dtype}. {advice}."
+        f"{packed.name}: with {settings} {problem} from the model's own forward pass of one sequence at a "
+        f"time, which is more than rounding in {dtype}. {advice}."
     )
 
 
@@ -374,7 +424,9 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
     if not isinstance(packed, PackedValueModel):
         yield seen
         return
-    handle = getattr(packed.model, HEAD).register_forward_pre_hook(lambda head, given: seen.append(given[0].detach()))
+    handle = getattr(packed.model, HEAD).register_forward_pre_hook(
+        lambda head, given: seen.append(given[0].detach())
+    )
     try:
         yield seen
     finally:
@@ -405,7 +457,9 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
     """
     before = []
     towers = [packed.model.get_submodule(name) for name in packed.vision.parts] if packed.vision else []
-    parts = set(packed.modules()).difference(*(tower.modules() for tower in towers))  # their windows are of pixels
+    parts = set(packed.modules()).difference(
+        *(tower.modules() for tower in towers)
+    )  # their windows are of pixels
     for values in [values for part in parts for values in _values_of(part)]:
         for name, value in values.items():
             if LENGTH.search(name) and isinstance(value, int | float) and value > SHORT:

@@ -1,10 +1,12 @@
-"""Gradient checkpointing: what a layer keeps of its forward pass for the backward pass, and what it computes again.
+"""Gradient checkpointing: what a layer keeps of its forward pass for the backward pass, and what it computes
+again.
 
     none        keeps everything. A compiled layer still computes its elementwise operations again
     selective   keeps its input, and the outputs of attention and of matrix products
     full        keeps its input alone
 
-In compiled layers, `selective` keeps attention alone: matrix products are within graphs, which run again as a whole.
+In compiled layers, `selective` keeps attention alone: matrix products are within graphs, which run again as a
+whole.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ def checkpoint_layers(
     *,
     compiled: bool,
 ) -> None:
-    """Set each layer of this stage to its mode of `config.checkpointing_of`, in place. tower: layers to set to full."""
+    """Set each layer of this stage to its mode of `config.checkpointing_of`, in place. tower: layers to set
+    to full.
+    """
     modes = config.checkpointing_of(len(layers))
     if set(modes) == {"none"}:
         return

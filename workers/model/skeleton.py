@@ -21,7 +21,14 @@ from transformers.utils import logging
 from workers.config.roles import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.json_file import read_json
-from workers.model.model import LanguageModel, PackedModel, Shapes, check_complete, read_config, read_pretrained
+from workers.model.model import (
+    LanguageModel,
+    PackedModel,
+    Shapes,
+    check_complete,
+    read_config,
+    read_pretrained,
+)
 from workers.model.value_head import HEAD, LOADERS
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,11 +40,14 @@ CLASSES: dict[str, tuple[Any, ...]] = {
 """Model classes by configuration, for each head."""
 
 
-def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: bool, weights: bool) -> PackedModel:
-    """Build the model in `folder` on the meta device, and compare it with the weight files if there are `weights`.
+def build_skeleton(
+    settings: ModelConfig, folder: Path, head: str, *, trained: bool, weights: bool
+) -> PackedModel:
+    """Build the model in `folder` on the meta device, and compare it with the weight files if there are
+    `weights`.
 
-    head: as in `TrainingEngine`. trained: whether a value head may be new, and the model a causal LM.
-    Raises ConfigError or UnsupportedModelError, naming model.path, if the training engine cannot load the model.
+    head: as in `TrainingEngine`. trained: whether a value head may be new, and the model a causal LM. Raises
+    ConfigError or UnsupportedModelError, naming model.path, if the training engine cannot load the model.
     """
     check_kind(folder, (head, "lm") if trained else (head,))
     shapes = weight_shapes(folder) if weights else None
@@ -45,9 +55,13 @@ def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: b
     if head == "value" and labels != 1:
         raise ConfigError(f"model.path={folder}: it has {labels} labels. Take a reward model, which has one.")
     with _quiet():
-        packed = LOADERS[head](replace(settings, path=str(folder)), torch.float32, skeleton=True, shapes=shapes)
+        packed = LOADERS[head](
+            replace(settings, path=str(folder)), torch.float32, skeleton=True, shapes=shapes
+        )
     if head == "value" and not trained and shapes is not None and f"{HEAD}.weight" not in shapes:
-        raise ConfigError(f"model.path={folder}: the weight files have no {HEAD}.weight. Take a reward model.")
+        raise ConfigError(
+            f"model.path={folder}: the weight files have no {HEAD}.weight. Take a reward model."
+        )
     return packed
 
 
@@ -63,7 +77,9 @@ def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreT
 
 
 def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
-    """Raise ConfigError unless config.json describes a model of transformers' own that has one of the `heads`."""
+    """Raise ConfigError unless config.json describes a model of transformers' own that has one of the
+    `heads`.
+    """
     key = f"model.path={folder}"
     description = read_json(folder / "config.json", key)
     family = description.get("model_type")
@@ -73,15 +89,21 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
         elif family is None:
             problem = "config.json names no model_type. Put the config.json of these weights there"
         else:
-            problem = f"the installed transformers has no model_type={family}. Take another model, or update it"
+            problem = (
+                f"the installed transformers has no model_type={family}. Take another model, or update it"
+            )
         raise ConfigError(f"{key}: {problem}.")
     config = read_config(str(folder))
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise UnsupportedModelError(f"{key}: weights quantized by {method} are not trained. Take them in bfloat16.")
+        raise UnsupportedModelError(
+            f"{key}: weights quantized by {method} are not trained. Take them in bfloat16."
+        )
     if heads[0] == "value" and type(config) in CLASSES["lm"][1] and type(config) not in CLASSES["value"][0]:
-        raise UnsupportedModelError(f"{key}: {family} reads images, and has no value head. Take a model of text.")
+        raise UnsupportedModelError(
+            f"{key}: {family} reads images, and has no value head. Take a model of text."
+        )
     other = [name for name in config.architectures or () if _has_another_head(name, heads)]
     if other or not any(type(config) in table for head in heads for table in CLASSES[head]):
         kind = "a sequence classification" if heads == ("value",) else "a causal language model"
@@ -90,9 +112,15 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
 
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
     tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
-    uses = {name for name, table in tables.items() if any(architecture in _names(found) for found in table.values())}
+    uses = {
+        name
+        for name, table in tables.items()
+        if any(architecture in _names(found) for found in table.values())
+    }
     kinds = {"lm": ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"), "value": ("SEQUENCE_CLASSIFICATION",)}
-    return bool(uses) and not uses & {f"MODEL_FOR_{kind}_MAPPING_NAMES" for head in heads for kind in kinds[head]}
+    return bool(uses) and not uses & {
+        f"MODEL_FOR_{kind}_MAPPING_NAMES" for head in heads for kind in kinds[head]
+    }
 
 
 def _names(classes: Any) -> tuple[str, ...]:
@@ -102,7 +130,8 @@ def _names(classes: Any) -> tuple[str, ...]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' report on missing weights off the console: it becomes an error."""
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -129,11 +158,15 @@ def weight_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for file in sorted(set(map(str, files.values()))):
         if Path(file).name != file or not (folder / file).is_file():
-            raise ConfigError(f"{key}: {folder} lacks {file[:80]}, which {INDEX} names. Fetch the model again.")
+            raise ConfigError(
+                f"{key}: {folder} lacks {file[:80]}, which {INDEX} names. Fetch the model again."
+            )
         shapes |= _shapes_of_file(folder / file, key)
     if missing := sorted(set(files) - set(shapes)):
         file = files[missing[0]]
-        raise ConfigError(f"{key}: {folder / file} lacks {missing[0]}, which {INDEX} names. Fetch the model again.")
+        raise ConfigError(
+            f"{key}: {folder / file} lacks {missing[0]}, which {INDEX} names. Fetch the model again."
+        )
     return shapes
 
 
@@ -144,7 +177,9 @@ def _shapes_of_file(file: Path, key: str) -> Shapes:
     except SafetensorError as error:
         with file.open("rb") as start:
             is_pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
-        reason = "it is a pointer of Git LFS. Run `git lfs pull`" if is_pointer else f"{error}. Fetch it again"
+        reason = (
+            "it is a pointer of Git LFS. Run `git lfs pull`" if is_pointer else f"{error}. Fetch it again"
+        )
         raise ConfigError(f"{key}: {file} is not a whole safetensors file: {reason}.") from None
     except OSError as error:
         raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}.") from None

@@ -3,8 +3,8 @@
     with clock.micro_step("update", lengths) as step: forward
     with clock.more_of(step): backward                                 --take()--> [MicroStepTime, ...]
 
-Seconds include waits in collectives inside the micro-step. A pipeline computes other micro-batches between the two
-parts, whose time is not included.
+Seconds include waits in collectives inside the micro-step. A pipeline computes other micro-batches between
+the two parts, whose time is not included.
 """
 
 import time
@@ -25,10 +25,10 @@ MOST_KEPT = 100_000
 class MicroStepTime:
     """Record one micro-batch on one rank.
 
-    name: the pass, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock. tokens: sum of
-    the lengths L of its sequences, squared_tokens: sum of L**2. A shared prefix of S tokens counts once: S and S**2
-    less for each other sequence. image_tokens: the same sums over the images. These are the regressors of
-    `balancing.cost_model`.
+    name: the pass, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock.
+    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2. A shared prefix of S tokens
+    counts once: S and S**2 less for each other sequence. image_tokens: the same sums over the images. These
+    are the regressors of `balancing.cost_model`.
     """
 
     name: str
@@ -46,8 +46,8 @@ class MicroStepTime:
 
 @dataclass
 class MicroStep:
-    """Hold start and stop of each part: `perf_counter` seconds or CUDA events. regressors, of_images: int64 [2], see
-    `MicroStepTime`.
+    """Hold start and stop of each part: `perf_counter` seconds or CUDA events. regressors, of_images: int64
+    [2], see `MicroStepTime`.
     """
 
     name: str
@@ -69,11 +69,15 @@ class MicroStepClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._measured: deque[MicroStep] = deque(maxlen=MOST_KEPT)
-        self._origin: tuple[float, Any] | None = None  # wall clock and mark of the moment that others are measured from
+        self._origin: tuple[float, Any] | None = (
+            None  # wall clock and mark of the moment that others are measured from
+        )
 
     @contextmanager
     def micro_step(self, name: str, lengths: Tensor, images: Sequence[int] = ()) -> Iterator[MicroStep]:
-        """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU. images: tokens of each."""
+        """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU. images: tokens of
+        each.
+        """
         self._origin = self._origin or self._now()
         step = MicroStep(name, _regressors(lengths), _regressors(torch.tensor(images, dtype=torch.int64)))
         with self.more_of(step):

@@ -17,7 +17,15 @@ from transformers import AutoModelForSequenceClassification
 
 from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
-from workers.model.model import PackedModel, Shapes, check_complete, described, load_model, read_pretrained, read_rows
+from workers.model.model import (
+    PackedModel,
+    Shapes,
+    check_complete,
+    described,
+    load_model,
+    read_pretrained,
+    read_rows,
+)
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 
@@ -38,12 +46,16 @@ class PackedValueModel(PackedModel):
 def load_value_model(
     config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
 ) -> PackedValueModel:
-    """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`. See `load_model`.
+    """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`. See
+    `load_model`.
 
-    A causal LM gets a new head of zeros. Raises ConfigError if the model is missing or incomplete or its head has
-    several labels, UnsupportedModelError if packing would change its results or the family has no such head.
+    A causal LM gets a new head of zeros. Raises ConfigError if the model is missing or incomplete or its head
+    has several labels, UnsupportedModelError if packing would change its results or the family has no such
+    head.
     """
-    model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1)
+    model, missing = read_pretrained(
+        AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1
+    )
     head = f"{HEAD}.weight"
     check_complete(config.path, [name for name in missing if name != head])
     if not hasattr(model, HEAD):
@@ -59,7 +71,9 @@ LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": loa
 
 
 def name_pad_token(config: Any, tokenizer: Any) -> None:
-    """Name the tokenizer's pad token in a model's config that has none: transformers needs it to score a batch."""
+    """Name the tokenizer's pad token in a model's config that has none: transformers needs it to score a
+    batch.
+    """
     token = tokenizer and tokenizer.pad_token_id
     if getattr(config, "pad_token_id", None) is None and token is not None and token < config.vocab_size:
         config.pad_token_id = token

@@ -17,18 +17,26 @@ from workers.model.sharding.parallel import process_group_backend
 from workers.network import use_rays_interface
 
 # glibc's option names and sizes in bytes: see mallopt(3).
-M_TRIM_THRESHOLD, KEPT_BYTES = -1, 2**29
-M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES = -3, 2**25
+M_TRIM_THRESHOLD = -1
+KEPT_BYTES = 2**29
+M_MMAP_THRESHOLD = -3
+LARGEST_KEPT_BYTES = 2**25
 
 
 class Worker:
     """Base of a `WorkerGroup`'s actors. The group calls `address` on rank zero, then `join_group` on all."""
 
     def __init__(
-        self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
+        self,
+        role: str,
+        coordinates: RankCoordinates,
+        world_size: int,
+        *,
+        device: str = "cpu",
+        threads: int = 0,
     ) -> None:
-        """threads: of the CPU, or 0 for an equal share of the node's cores, from `join_group` on. Raises ConfigError
-        without a GPU.
+        """threads: of the CPU, or 0 for an equal share of the node's cores, from `join_group` on. Raises
+        ConfigError without a GPU.
         """
         self.role = role
         self.coordinates = coordinates
@@ -36,14 +44,18 @@ class Worker:
         keep_freed_memory()
         self._threads = threads
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"{role} needs a GPU, but torch sees none on this node. Check resources.device.")
+            raise ConfigError(
+                f"{role} needs a GPU, but torch sees none on this node. Check resources.device."
+            )
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             allocator.use_settings()
 
     def __repr__(self) -> str:
         others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
-        return f"{self.role} dp={self.coordinates.dp}" + "".join(f" {name}={place}" for name, place in others if place)
+        return f"{self.role} dp={self.coordinates.dp}" + "".join(
+            f" {name}={place}" for name, place in others if place
+        )
 
     def address(self) -> tuple[str, int]:
         import ray
@@ -53,7 +65,9 @@ class Worker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def join_group(self, address: str, port: int, timeout_s: float, on_node: int) -> None:
-        """Start the role's process group. timeout_s: of a collective. on_node: the role's ranks on this node."""
+        """Start the role's process group. timeout_s: of a collective. on_node: the role's ranks
+        on this node.
+        """
         torch.set_num_threads(self._threads or max(1, len(os.sched_getaffinity(0)) // on_node))
         os.environ.update(
             MASTER_ADDR=address,
@@ -77,7 +91,11 @@ class Worker:
     @dispatch(Split.ALL)
     def gpu_gib(self) -> float:
         """Return the memory of this rank's GPU, 0 on CPUs."""
-        return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
+        return (
+            torch.cuda.get_device_properties(self.device).total_memory / 2**30
+            if self.device.type == "cuda"
+            else 0.0
+        )
 
 
 def keep_freed_memory() -> None:
@@ -90,7 +108,8 @@ def keep_freed_memory() -> None:
 
 @cache
 def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
-    # Bind this address, since torch listens on all interfaces by default. Keep it: groups use it after their start.
+    # Bind this address, since torch listens on all interfaces by default. Keep it: groups use it after their
+    # start.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, port))

@@ -30,14 +30,17 @@ class CriticWorker(TrainedWorker):
         penalty: KlPenalty | None = None,
         gamma_per: str = "token",
     ) -> tuple[DataProto, Metrics]:
-        """Return values before the update, advantages and returns of the policy's tokens, 0 elsewhere: float32, ragged.
+        """Return values before the update, advantages and returns of the policy's tokens, 0 elsewhere:
+        float32, ragged.
 
-        batch: `input_ids`, `loss_mask`, `reward` [B], `by_turn` [B] (optional, see `turns_of`) and, with a penalty,
-        `old_log_probs` and `reference_log_probs`.
+        batch: `input_ids`, `loss_mask`, `reward` [B], `by_turn` [B] (optional, see `turns_of`) and, with a
+        penalty, `old_log_probs` and `reference_log_probs`.
         """
         values, _ = self.engine.values(batch, micro_batches_of(plan))
-        mask, lengths = batch.tokens["loss_mask"], batch.loss_token_counts.numpy()
-        rewards, own = token_rewards(batch, penalty).numpy(), values[mask].double()
+        mask = batch.tokens["loss_mask"]
+        lengths = batch.loss_token_counts.numpy()
+        rewards = token_rewards(batch, penalty).numpy()
+        own = values[mask].double()
         gammas = discounts(batch, settings.gamma, gamma_per)
         found = gae(rewards, own.numpy(), lengths, gamma=gammas, lam=settings.lam)
         advantages, returns = (torch.from_numpy(column) for column in found)

@@ -54,8 +54,8 @@ class ModelWorker(Worker):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 0,
     ) -> None:
-        """models: several by name, instead of `model`. temperature: the sampler's, so that log-probs are of the
-        sampled distribution.
+        """models: several by name, instead of `model`. temperature: the sampler's, so that log-probs are of
+        the sampled distribution.
         """
         super().__init__(role, coordinates, world_size, device=device, threads=threads)
         self._engine_arguments = {
@@ -75,7 +75,9 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def build(self, checkpointing: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Load and shard the models. Returns the number of parameters. checkpointing: settings that replace `auto`."""
+        """Load and shard the models. Returns the number of parameters. checkpointing: settings that replace
+        `auto`.
+        """
         self.engines = {
             name: TrainingEngine(replace(model, **checkpointing), **self._engine_arguments)
             for name, model in self._models.items()
@@ -86,7 +88,9 @@ class ModelWorker(Worker):
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """Return `log_probs` of a forward-only pass, float32, ragged like `input_ids`, 0 where `loss_mask` is False."""
+        """Return `log_probs` of a forward-only pass, float32, ragged like `input_ids`, 0 where `loss_mask` is
+        False.
+        """
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(batch, log_probs=log_probs), metrics
@@ -100,14 +104,18 @@ class ModelWorker(Worker):
 
     @dispatch(Split.PLAN, Join.ROWS)
     def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """Return from a forward-only pass the summed log-prob of each sequence's `loss_mask` tokens, float64 [B]."""
+        """Return from a forward-only pass the summed log-prob of each sequence's `loss_mask` tokens, float64
+        [B].
+        """
         summed = self.engine.sequence_log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return summed.numpy()
 
     @dispatch(Split.PLAN, Join.ROWS)
     def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
-        """Estimate the KL of each sequence, nats, float64 [B], from `old_log_probs` and `reference_log_probs`."""
+        """Estimate the KL of each sequence, nats, float64 [B], from `old_log_probs` and
+        `reference_log_probs`.
+        """
         return sequence_kl(batch, estimator).numpy()
 
     @dispatch(Split.ALL)
@@ -140,7 +148,9 @@ class TrainedWorker(ModelWorker):
         return self.engine.forward_backward(batch, *self._work(plan, loss), self.cells)
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
-    def forward_backward_log_probs(self, batch: DataProto, plan: RankPlan, loss: Any) -> tuple[DataProto, Metrics]:
+    def forward_backward_log_probs(
+        self, batch: DataProto, plan: RankPlan, loss: Any
+    ) -> tuple[DataProto, Metrics]:
         """Return also the `log_probs` that the loss has seen, in the form of `log_probs`."""
         log_probs, metrics = self.engine.forward_backward_log_probs(batch, *self._work(plan, loss))
         return token_block(batch, log_probs=log_probs), metrics
@@ -152,7 +162,9 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.METRICS)
     def optimizer_step(self, given: StepSettings = CONFIGURED, *, last: bool = True) -> Metrics:
-        """Step along the gradients. given: settings of this step alone. last: of a series, which frees memory."""
+        """Step along the gradients. given: settings of this step alone. last: of a series, which frees
+        memory.
+        """
         metrics = self.engine.optimizer_step(given)
         if last:
             self.free_cached_memory()
@@ -169,8 +181,9 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_checkpoint(self, path: str, *, optimizer: bool = True, policy: str = "") -> dict[str, Any]:
-        """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state. policy: the
-        only one to load, or empty for all. Raises CheckpointError for a broken or foreign checkpoint.
+        """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state.
+        policy: the only one to load, or empty for all. Raises CheckpointError for a broken or foreign
+        checkpoint.
         """
         extra = self.engine.load_checkpoint(path, policy=policy)
         if not optimizer:
@@ -191,8 +204,8 @@ class ReferenceWorker(ModelWorker):
 
 
 class TeacherWorker(ModelWorker):
-    """One rank that reads samples as a teacher, with its own prompts (see `with_teacher_prompts`). teacher: its name,
-    if there are several. Columns are of the tokens with `loss_mask`, ragged like `input_ids`.
+    """One rank that reads samples as a teacher, with its own prompts (see `with_teacher_prompts`). teacher:
+    its name, if there are several. Columns are of the tokens with `loss_mask`, ragged like `input_ids`.
     """
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_log_probs",))
@@ -203,8 +216,12 @@ class TeacherWorker(ModelWorker):
     def top_tokens(
         self, batch: DataProto, plan: RankPlan, teacher: str, count: int, tokens: int
     ) -> tuple[DataProto, Metrics]:
-        """Return the likeliest of the first `tokens` tokens, and log-probs, see `top_log_probs`: [T, k], [T, k + 1]."""
-        return self._read(batch, plan, teacher, TopTokens(count, tokens), "teacher_top_ids", "teacher_top_log_probs")
+        """Return the likeliest of the first `tokens` tokens, and log-probs, see `top_log_probs`: [T, k], [T,
+        k + 1].
+        """
+        return self._read(
+            batch, plan, teacher, TopTokens(count, tokens), "teacher_top_ids", "teacher_top_log_probs"
+        )
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_hidden",))
     def hidden_states(self, batch: DataProto, plan: RankPlan, teacher: str) -> tuple[DataProto, Metrics]:
@@ -223,7 +240,9 @@ class TeacherWorker(ModelWorker):
         found = self.engines[teacher].read_outputs(given, micro_batches_of(plan), read)
         self.free_cached_memory()
         found = found or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
-        columns = {name: at_tokens_of(batch, given, values) for name, values in zip(names, found, strict=True)}
+        columns = {
+            name: at_tokens_of(batch, given, values) for name, values in zip(names, found, strict=True)
+        }
         return DataProto(batch.lengths.numpy(), columns), {}
 
 

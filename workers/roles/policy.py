@@ -1,4 +1,6 @@
-"""PolicyWorker: trains under a plan and hands its weights to the engines. OfflinePolicyWorker: on given sequences."""
+"""PolicyWorker: trains under a plan and hands its weights to the engines. OfflinePolicyWorker: on given
+sequences.
+"""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -19,8 +21,21 @@ from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import ConfigError
 from workers.model.losses import make_policy_loss, make_sft_loss, make_sum_loss, weighted_log_probs
 from workers.model.losses.distillation import WholeLayer
-from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
-from workers.roles.model_worker import TeacherWorker, TrainedWorker, micro_batches_of, token_block, token_column
+from workers.model.losses.returns import (
+    KlPenalty,
+    discounted_returns,
+    discounts,
+    token_rewards,
+    turns_of,
+    whiten,
+)
+from workers.roles.model_worker import (
+    TeacherWorker,
+    TrainedWorker,
+    micro_batches_of,
+    token_block,
+    token_column,
+)
 
 
 class PolicyWorker(TrainedWorker, TeacherWorker):
@@ -28,7 +43,8 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
 
     def loss_function(self, loss: Any) -> Callable[..., Any]:
         """A `LossConfig` reads `advantages` and, if it needs them, `group_tokens` [B], and `old_log_probs`,
-        `reference_log_probs` and `rollout_log_probs`, ragged. Others: `workers.model.losses.sums`, `supervised`.
+        `reference_log_probs` and `rollout_log_probs`, ragged. Others: `workers.model.losses.sums`,
+        `supervised`.
         """
         if isinstance(loss, LossConfig):
             return make_policy_loss(loss)
@@ -42,23 +58,33 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
     def token_advantages(
-        self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None, gamma_per: str = "token"
+        self,
+        batch: DataProto,
+        plan: RankPlan,
+        gamma: float,
+        penalty: KlPenalty | None = None,
+        gamma_per: str = "token",
     ) -> tuple[DataProto, Metrics]:
         """Return REINFORCE++'s advantages of the policy's tokens, 0 elsewhere, float32 and ragged.
 
             A_t = whiten(G_t)        G_t: `discounted_returns` of `token_rewards`
 
-        Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B], `by_turn` [B] (optional,
-        see `turns_of`) and, with a penalty, `old_log_probs` and `reference_log_probs`.
+        Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B], `by_turn` [B]
+        (optional, see `turns_of`) and, with a penalty, `old_log_probs` and `reference_log_probs`.
         """
-        lengths, gammas = batch.loss_token_counts.numpy(), discounts(batch, gamma, gamma_per)
+        lengths = batch.loss_token_counts.numpy()
+        gammas = discounts(batch, gamma, gamma_per)
         returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gammas))
-        advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device, self.counted_tokens(batch))
+        advantages = whiten(
+            returns, self.engine.data_parallel_groups, self.engine.device, self.counted_tokens(batch)
+        )
         return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
     def turn_advantages(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """Return for each token of the policy its turn's number in `by_turn`, 0 elsewhere, float32 and ragged."""
+        """Return for each token of the policy its turn's number in `by_turn`, 0 elsewhere, float32 and
+        ragged.
+        """
         ends, numbers = turns_of(batch)
         advantages = numbers.repeat_interleave(ends.diff(prepend=ends.new_tensor([-1])))
         return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
@@ -70,7 +96,9 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
 
     @dispatch(Split.ALL)
     def save_adapters(self, path: str) -> None:
-        """Write the adapters in peft's format. Raises OutputError, and ConfigError for a policy without adapters."""
+        """Write the adapters in peft's format. Raises OutputError, and ConfigError for a policy without
+        adapters.
+        """
         self.engine.save_adapters(path)
         self.free_cached_memory()
 
@@ -108,7 +136,9 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
 
     @dispatch(Split.ALL)
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
-        """Connect to the engines, started actors, for transfers between GPUs. placement: `colocated` or `apart`."""
+        """Connect to the engines, started actors, for transfers between GPUs. placement: `colocated` or
+        `apart`.
+        """
         from workers.engine.weights.gpu_transfer import WeightSender
 
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
@@ -131,7 +161,9 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
 
     @dispatch(Split.ALL)
     def send_weights(self, version: int) -> None:
-        """Send all weights as `version`. Raises RolloutError if an engine refuses them, LostError if one is lost."""
+        """Send all weights as `version`. Raises RolloutError if an engine refuses them, LostError if one is
+        lost.
+        """
         self._sender.send(version)
         self.free_cached_memory()
 

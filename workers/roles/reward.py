@@ -27,8 +27,8 @@ LONGEST_SENT = 1_000
 class ScoreRequest:
     """One sample to score: a row of a block, and the record's columns that reward functions take.
 
-    images: of the record, which become its column `image_key`. texts: whether a response above LONGEST_SENT tokens is
-    sent back as text, too.
+    images: of the record, which become its column `image_key`. texts: whether a response above LONGEST_SENT
+    tokens is sent back as text, too.
     """
 
     row: int
@@ -64,7 +64,8 @@ class RewardWorker:
             Call(i, _text(self._tokenizer, ids), request.columns | _pictures(request, found) | self._raw(ids))
             for i, (ids, request, found) in enumerate(zip(last, requests, images, strict=True))
         ]
-        scores, scored = self._process.run(calls), time.time()
+        scores = self._process.run(calls)
+        scored = time.time()
         return [
             replace(scores[i], scored=scored, **self._told(row, request))
             for i, (row, request) in enumerate(zip(rows, requests, strict=True))
@@ -85,7 +86,8 @@ def _pictures(request: ScoreRequest, images: Sequence[PlacedImage]) -> dict[str,
 
 def texts_of(tokenizer: Any, row: Mapping[str, np.ndarray], prompt_tokens: int) -> dict[str, Any]:
     """Return `response` and `turns` of a sample's Score. row: of its block."""
-    ids, versions = row["input_ids"][prompt_tokens:], row["weight_versions"][prompt_tokens:]
+    ids = row["input_ids"][prompt_tokens:]
+    versions = row["weight_versions"][prompt_tokens:]
     told = tuple({who: _text(tokenizer, ids[part])} for who, part in turns(versions))
     return {"response": _text(tokenizer, ids), "turns": told}
 
@@ -95,7 +97,9 @@ def _text(tokenizer: Any, ids: np.ndarray) -> str:
 
 
 def turns(versions: np.ndarray) -> list[tuple[str, slice]]:
-    """(`policy`, `environment` or `inserted`, bounds) of each part of a response, in order, empty for a single one."""
+    """(`policy`, `environment` or `inserted`, bounds) of each part of a response, in order, empty for a
+    single one.
+    """
     whose = np.minimum(versions, 0)
     bounds = [0, *(np.flatnonzero(whose[1:] != whose[:-1]) + 1).tolist(), len(versions)]
     who = {0: "policy", NOT_SAMPLED: "environment", INSERTED: "inserted"}

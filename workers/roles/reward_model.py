@@ -1,4 +1,6 @@
-"""RewardModelWorker: scores sequences. RewardModelTrainer: trains one, at the cells of tokens with `loss_mask`."""
+"""RewardModelWorker: scores sequences. RewardModelTrainer: trains one, at the cells of tokens with
+`loss_mask`.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +13,14 @@ from workers.batch.dataproto import DataProto
 from workers.batch.dispatch import Join, Split, dispatch
 from workers.batch.metrics import Metrics
 from workers.config.loss import WeightedLossConfig
-from workers.model.losses import Statistics, ValuePredictions, make_score_loss, mean, score_errors, weighted_values
+from workers.model.losses import (
+    Statistics,
+    ValuePredictions,
+    make_score_loss,
+    mean,
+    score_errors,
+    weighted_values,
+)
 from workers.roles.model_worker import ModelWorker, TrainedWorker, micro_batches_of
 
 

@@ -32,7 +32,15 @@ from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs, png_bytes
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.placement import check_placement
-from workers.engine.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
+from workers.engine.requests import (
+    ERROR,
+    LENGTH,
+    Response,
+    SampleRequest,
+    SampleResult,
+    WeightLoad,
+    turn_seed,
+)
 from workers.engine.vllm_interface import (
     as_response,
     build_engine,
@@ -86,15 +94,20 @@ class VllmEngineActor:
         front: Any = None,
         needs_reward: bool = False,
     ) -> None:
-        """placement: of `workers.engine.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or AgentPool.
+        """placement: of `workers.engine.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or
+        AgentPool.
 
-        front: actor of SessionFront, for agents elsewhere. needs_reward: whether an agent must give the reward, because
-        nothing else does.
+        front: actor of SessionFront, for agents elsewhere. needs_reward: whether an agent must give the
+        reward, because nothing else does.
         """
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
-        self.model, self.config, self.index = model, rollout, index
-        self._placement, self._max_model_tokens, self._seed = placement, max_model_tokens, seed
+        self.model = model
+        self.config = rollout
+        self.index = index
+        self._placement = placement
+        self._max_model_tokens = max_model_tokens
+        self._seed = seed
         self._front = front
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
@@ -142,7 +155,8 @@ class VllmEngineActor:
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
-        self._images, self._adapters = ImageInputs(engine), EngineAdapters(engine)
+        self._images = ImageInputs(engine)
+        self._adapters = EngineAdapters(engine)
         if self.config.runs_agent:
             import ray
 
@@ -179,22 +193,28 @@ class VllmEngineActor:
     def _thinking(self) -> Thinking:
         return Thinking(self._load_tokenizer(), self.config.reasoning_parser)
 
-    # --- samples ------------------------------------------------------------------------------------------------------
+    # --- samples
+    # ------------------------------------------------------------------------------------------------------
 
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
     ) -> AsyncIterator[DataProto | list[SampleResult]]:
-        """Yield a DataProto of `Episode.rows` and then the list of their results, repeatedly, as samples finish.
+        """Yield a DataProto of `Episode.rows` and then the list of their results, repeatedly, as samples
+        finish.
 
-        The block comes first, so that it exists when a caller gets the list. Failed samples have no row. If the engine
-        dies, RolloutError ends the stream.
+        The block comes first, so that it exists when a caller gets the list. Failed samples have no row. If
+        the engine dies, RolloutError ends the stream.
         """
         pending = {asyncio.create_task(self._sample(request, sampling)) for request in requests}
         try:
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                done, pending = await asyncio.wait(
+                    pending, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+                )
                 if done:
-                    block, results = flush([task.result() for task in done], self.engine.model_config.get_num_experts())
+                    block, results = flush(
+                        [task.result() for task in done], self.engine.model_config.get_num_experts()
+                    )
                     yield block
                     yield results
         finally:
@@ -204,7 +224,9 @@ class VllmEngineActor:
     async def _sample(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        start, engine, began = time.time(), self.engine, self._version
+        start = time.time()
+        engine = self.engine
+        began = self._version
         rows: list[Row] = []
         try:
             vocabulary = engine.model_config.get_vocab_size()
@@ -212,16 +234,22 @@ class VllmEngineActor:
             async with asyncio.timeout(request.timeout_s):
                 result, rows = await self._play(request, sampling)
         except EngineDeadError as error:
-            raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
+            raise RolloutError(
+                f"the engine of rollout replica {self.index} died: {_reason(error)}"
+            ) from error
         except Exception as error:  # other errors of vLLM concern this request alone
             reason = f"{type(error).__name__}: {error.__cause__ or error}"
             if isinstance(error, TimeoutError) and request.timeout_s:
                 reason = f"it took more than {request.timeout_s:g} s"
             tokens = len(request.prompt_ids)
-            result = SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason)
+            result = SampleResult(
+                request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason
+            )
         finally:
             self._caches.end(request.seed)
-        if self._caches.oldest:  # the weights at the start may have computed keys and values that all tokens read
+        if (
+            self._caches.oldest
+        ):  # the weights at the start may have computed keys and values that all tokens read
             result = replace(result, weight_version=min(result.weight_version, began))
         return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
 
@@ -237,13 +265,17 @@ class VllmEngineActor:
             episode.add(turn)
             return finished(request, episode, turn.finish_reason)
         assert self._environments is not None and self._renderer is not None
-        start, parser = request.start, None
+        start = request.start
+        parser = None
         if isinstance(start.prompt, list):
             names = self.config.tool_parser, self.config.reasoning_parser
             parser = TurnParser(self._renderer.tokenizer, *names, start.options)
         rewrites = self.config.history == "template"
-        given, record = [placed.image for placed in request.images], start.record
-        of_record = partial(Conversation, self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
+        given = [placed.image for placed in request.images]
+        record = start.record
+        of_record = partial(
+            Conversation, self._renderer, start.prompt, start.options, parser, rewrites=rewrites
+        )
         conversation = of_record(images=given, pixels=start.image_pixels)
         if start.image_key:
             record = record | {start.image_key: Pictures([await png_bytes(each) for each in given])}
@@ -251,12 +283,15 @@ class VllmEngineActor:
         reason, score = await play(episode, sample, environment, conversation, record)
         return finished(request, episode, reason, score, conversation)
 
-    async def _play_session(self, request: SampleRequest, sampling: SamplingConfig, gateway: Gateway) -> Sample:
+    async def _play_session(
+        self, request: SampleRequest, sampling: SamplingConfig, gateway: Gateway
+    ) -> Sample:
         """Let the agent ask the policy. Raises EpisodeError if it received no answer."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         assert request.start is not None
-        start, name = request.start, request.session
+        start = request.start
+        name = request.session
         if start.image_key:
             images = [await png_bytes(each.image) for each in request.images]
             start = replace(start, record=with_urls(start.record, start.prompt_key, start.image_key, images))
@@ -269,7 +304,13 @@ class VllmEngineActor:
         on_turns = partial(self._tell_front, session) if self._front is not None else None
         pixels = {"image_pixels": start.image_pixels}
         access = gateway.open(
-            session, sampling, request.seed, start.options, on_turns=on_turns, priority=request.priority, **pixels
+            session,
+            sampling,
+            request.seed,
+            start.options,
+            on_turns=on_turns,
+            priority=request.priority,
+            **pixels,
         )
         given, failure = None, ""
         try:
@@ -318,7 +359,8 @@ class VllmEngineActor:
         """Wait for the call. Raises EngineDeadError if the engine dies meanwhile."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        task, engine = asyncio.ensure_future(call), self.engine
+        task = asyncio.ensure_future(call)
+        engine = self.engine
         try:
             while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
                 if engine.errored:  # a process that died in a collective never answers
@@ -343,16 +385,25 @@ class VllmEngineActor:
         return whole if is_open else self._thinking.stopped(whole, len(turn.ids), sampling.stop)
 
     async def _rest(
-        self, request: SampleRequest, sampling: SamplingConfig, episode: Episode, begun: Response | None, limit: int
+        self,
+        request: SampleRequest,
+        sampling: SamplingConfig,
+        episode: Episode,
+        begun: Response | None,
+        limit: int,
     ) -> Response:
         """Sample the rest of a turn, of `limit` tokens at most, after what was sampled of it before."""
-        ids, there = episode.ids, 0
+        ids = episode.ids
+        there = 0
         if begun is not None:
-            ids, there = np.concatenate([ids, begun.ids]), len(begun.ids)
+            ids = np.concatenate([ids, begun.ids])
+            there = len(begun.ids)
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
         minimum = min(limit, sampling.min_new_tokens) - there
         changed = replace(sampling, max_new_tokens=limit - there, min_new_tokens=max(0, minimum))
-        parameters = sampling_parameters(changed, turn_seed(turn_seed(request.seed, len(episode.turns)), there))
+        parameters = sampling_parameters(
+            changed, turn_seed(turn_seed(request.seed, len(episode.turns)), there)
+        )
         if sampling.may_continue:
             self._under_way[name] = request
         try:
@@ -371,7 +422,9 @@ class VllmEngineActor:
         return response
 
     async def partial_responses(self) -> dict[int, Response | SessionRecord]:
-        """Return what another engine can continue, by its request's seed: responses and sessions, not episodes."""
+        """Return what another engine can continue, by its request's seed: responses and sessions, not
+        episodes.
+        """
         found: dict[int, Response | SessionRecord] = {
             seed: session.snapshot() for seed, session in self._sessions.items()
         }
@@ -381,7 +434,8 @@ class VllmEngineActor:
                 found[request.seed] = response.after(request.begun)
         return found
 
-    # --- weights ------------------------------------------------------------------------------------------------------
+    # --- weights
+    # ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`) as `version`. Requests in flight continue with the new weights.
@@ -392,7 +446,9 @@ class VllmEngineActor:
             await self._load_weights(path, version)
 
     async def follow_weights(self, payloads: Sequence[tuple[int, Awaitable[Payload]]]) -> None:
-        """Load the newest weights as `update_weights`. payloads: versions and references, a whole file and deltas."""
+        """Load the newest weights as `update_weights`. payloads: versions and references, a whole file and
+        deltas.
+        """
         for version, payload in payloads:
             if version > self._weights.version:
                 await asyncio.to_thread(self._weights.take, await payload, version)
@@ -406,14 +462,17 @@ class VllmEngineActor:
         except RolloutError as error:
             await self.engine.resume_generation()
             raise RolloutError(
-                f"rollout replica {self.index} could not load the weights of version {version}: {error.__cause__}"
+                f"rollout replica {self.index} could not load the weights of version {version}: "
+                f"{error.__cause__}"
             ) from error
 
-    async def load_adapters(self, adapters: Mapping[int, Awaitable[dict[str, np.ndarray]]], version: int) -> None:
+    async def load_adapters(
+        self, adapters: Mapping[int, Awaitable[dict[str, np.ndarray]]], version: int
+    ) -> None:
         """Have these adapters of LoRA policies alone, as `version` of the weights.
 
-        adapters: by the version that published them, references to `export_adapters`. Requests in flight keep theirs.
-        Raises as `update_weights`.
+        adapters: by the version that published them, references to `export_adapters`. Requests in flight keep
+        theirs. Raises as `update_weights`.
         """
         began = time.time()
         await self._answer("load adapters", self._adapters.load(adapters))
@@ -439,7 +498,9 @@ class VllmEngineActor:
         """Fetch weights. update_info: the backend's. Raises as `update_weights`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._answer("load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info)))
+        await self._answer(
+            "load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info))
+        )
 
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under `version` and resume requests, which stay paused after an error."""
@@ -475,18 +536,22 @@ class VllmEngineActor:
 
     async def take_weight_loads(self) -> list[WeightLoad]:
         """Return weight updates since the last call."""
-        loads, self._loads = self._loads, []
+        loads = self._loads
+        self._loads = []
         return loads
 
     async def weight_version(self) -> int:
         return int(await self.engine.get_weight_version())
 
-    # --- memory and life ----------------------------------------------------------------------------------------------
+    # --- memory and life
+    # ----------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Free a colocated engine's GPU for training: drop weights and KV cache. Needs an engine without requests."""
-        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two. The policy sends
-        # its weights at the next wake anyway.
+        """Free a colocated engine's GPU for training: drop weights and KV cache. Needs an engine without
+        requests.
+        """
+        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two. The
+        # policy sends its weights at the next wake anyway.
         await self.engine.sleep(level=2)
 
     async def wake_for_weights(self) -> None:
@@ -515,7 +580,8 @@ class VllmEngineActor:
 
     async def stop(self) -> None:
         """End the engine and all its processes. May be called at any time, and repeatedly."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._engine = None
         if self._environments is not None:
             await self._environments.stop()
         if self._gateway is not None:
@@ -525,7 +591,9 @@ class VllmEngineActor:
 
 def _reason(death: Exception) -> str:
     cause = death.__cause__
-    return f"{type(cause).__name__}: {cause}" if cause else "its log is in Ray's session folder, logs/worker-*."
+    return (
+        f"{type(cause).__name__}: {cause}" if cause else "its log is in Ray's session folder, logs/worker-*."
+    )
 
 
 def _end_engine(engine: "AsyncLLM | None") -> None:

@@ -22,7 +22,9 @@ Sample = tuple[SampleResult, list[Row]]
 
 
 def flush(samples: Sequence[Sample], experts: int = 0) -> tuple[DataProto, list[SampleResult]]:
-    """Join the rows, and number the results, sorted by (uid, sample). experts: of a layer, for their numbers' type."""
+    """Join the rows, and number the results, sorted by (uid, sample). experts: of a layer, for their numbers'
+    type.
+    """
     block: list[Row] = []
     results = []
     for result, rows in sorted(samples, key=lambda sample: sample[0].key):
@@ -39,7 +41,8 @@ def _narrowed(row: Row) -> Row:
 def played(
     request: SampleRequest, session: Session, given: Score | None, failure: str, *, needs_reward: bool
 ) -> Sample:
-    """Return the sample of a session that its agent has left. given: its reward. failure: why it did not end well.
+    """Return the sample of a session that its agent has left. given: its reward. failure: why it did not end
+    well.
 
     needs_reward: whether nothing else rewards it.
     """
@@ -51,7 +54,9 @@ def played(
     elif not needs_reward:
         session.reward(0.0)
     if session.value is None and not failure:
-        failure = "it gave the session no reward, and there is no reward.function. Return a reward, or set one"
+        failure = (
+            "it gave the session no reward, and there is no reward.function. Return a reward, or set one"
+        )
     score = replace(
         given or Score(0.0, ""),
         reward=0.0 if failure else session.value or 0.0,
@@ -72,7 +77,9 @@ def finished(
     environment: Score | None = None,
     conversation: Conversation | None = None,
 ) -> Sample:
-    versions, rows, images = episode.version_tokens, episode.rows(), episode.row_images
+    versions = episode.version_tokens
+    rows = episode.rows()
+    images = episode.row_images
     ids = keys(rows[0]["input_ids"], images[0])
     result = SampleResult(
         request.uid,

@@ -41,18 +41,24 @@ class RemoteEnvironment:
 class EnvironmentPool:
     """Processes that play episodes of one environment class, one each."""
 
-    setting, player = "rollout.environment", PLAYER
+    setting = "rollout.environment"
+    player = PLAYER
 
     def __init__(self, environment: bytes | str, timeout_s: float) -> None:
-        self._environment, self._timeout_s = environment, timeout_s
+        self._environment = environment
+        self._timeout_s = timeout_s
         self._source: UserProcess | None = None
         self._starting = Lock()
         self._idle: list[Fork] = []
-        self._threads = ThreadPoolExecutor(MOST_EPISODES)  # kept: a process ends with the thread that started it
+        self._threads = ThreadPoolExecutor(
+            MOST_EPISODES
+        )  # kept: a process ends with the thread that started it
 
     @asynccontextmanager
     async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
-        """Reserve a process for one episode. Raises EpisodeError if none can be started. tools: for `ToolPool`."""
+        """Reserve a process for one episode. Raises EpisodeError if none can be started. tools: for
+        `ToolPool`.
+        """
         async with self.process() as call:
             yield RemoteEnvironment(call)
 
@@ -97,7 +103,8 @@ class EnvironmentPool:
         await self._in_thread(self._end_source)
 
     def _end_source(self) -> None:
-        source, self._source = self._source, None
+        source = self._source
+        self._source = None
         if source is not None:
             source.end()  # this also ends its forks
 
@@ -118,14 +125,18 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
         observation = Observation(**call(process, timeout_s, "step", Turn("")))
     except (NoAnswerError, EpisodeError) as error:
         failure = f"the import {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
-        raise ConfigError(f"rollout.environment failed on the first record and an empty response: {failure}.") from None
+        raise ConfigError(
+            f"rollout.environment failed on the first record and an empty response: {failure}."
+        ) from None
     finally:
         source.end()
     check_parts((), observation.parts)
     return Answered(opening, observation)
 
 
-def call(process: Fork, timeout_s: float, method: str, argument: Any, setting: str = "reward.timeout_s") -> Any:
+def call(
+    process: Fork, timeout_s: float, method: str, argument: Any, setting: str = "reward.timeout_s"
+) -> Any:
     try:
         process.send((method, argument))
         return process.receive(timeout_s, setting)
@@ -139,7 +150,8 @@ class Player:
     """Answer `reset` and `step` in the process. Every `reset` makes a new environment."""
 
     def __init__(self, packed: bytes) -> None:
-        self._class, self._environment = cloudpickle.loads(packed), None
+        self._class = cloudpickle.loads(packed)
+        self._environment = None
         self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
 
     def __call__(self, request: tuple[str, Any], reply: Callable[[Any], None]) -> None:

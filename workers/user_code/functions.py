@@ -31,7 +31,9 @@ AS_A_PROGRAM = 'Keep code for use as a program behind `if __name__ == "__main__"
 
 @dataclass(frozen=True)
 class Signature:
-    """names: of parameters that can be given by name. required: those without a default. takes_all: has `**`."""
+    """names: of parameters that can be given by name. required: those without a default.
+    takes_all: has `**`.
+    """
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -69,18 +71,24 @@ class Tools:
 
 
 def find_tools(key: str, name: str, *, timeout_s: float) -> Tools:
-    """Return the functions of the module or file of a setting. Raises ConfigError, also for one without a schema."""
+    """Return the functions of the module or file of a setting. Raises ConfigError, also for one without a
+    schema.
+    """
     found = _imported("workers.trials:describe_tools", key, name, timeout_s)
     return Tools(base64.b64decode(found["packed"]), found["schemas"])
 
 
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
-    """Raise ConfigError if workers could not use the policy loss of a setting. See `workers.trials.try_loss`."""
+    """Raise ConfigError if workers could not use the policy loss of a setting. See
+    `workers.trials.try_loss`.
+    """
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def check_optimizer(key: str, name: str, *trial: Any, timeout_s: float) -> None:
-    """Raise ConfigError if workers could not use the optimiser or schedule. See `workers.trials.try_optimizer`."""
+    """Raise ConfigError if workers could not use the optimiser or schedule. See
+    `workers.trials.try_optimizer`.
+    """
     _imported("workers.trials:try_optimizer", key, name, timeout_s, *trial)
 
 
@@ -89,7 +97,8 @@ class IsolatedFunction:
 
     def __init__(self, key: str, found: UserFunction, timeout_s: float, **bound: Any) -> None:
         """key: begins errors. bound: arguments by name of every call, sent once."""
-        self.key, self.signature = key, found.signature
+        self.key = key
+        self.signature = found.signature
         self._packed, self._timeout_s, self._bound = found.packed, timeout_s, self._taken(bound)
         self._process: UserProcess | None = None
 
@@ -115,7 +124,8 @@ class IsolatedFunction:
 
     def close(self) -> None:
         """End the process. Another call starts a new one."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.end()
 
@@ -161,7 +171,9 @@ def describe(key: str, name: str) -> dict[str, Any]:
     try:
         signature = asdict(signature_of(found))
     except (TypeError, ValueError):
-        raise ConfigError(f"{key}={name!r} has no signature that can be read. Name a Python function.") from None
+        raise ConfigError(
+            f"{key}={name!r} has no signature that can be read. Name a Python function."
+        ) from None
     return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed}
 
 
@@ -172,15 +184,17 @@ def packed_text(key: str, name: str, module: ModuleType, found: Any) -> str:
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
-            f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}). "
-            "Make it inside the function, at its first call."
+            f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled "
+            f"({named(error)}). Make it inside the function, at its first call."
         ) from None
     return base64.b64encode(packed).decode()
 
 
 class Runner:
     def __init__(self, key: str, packed: bytes, bound: dict[str, Any]) -> None:
-        self._key, self._function, self._bound = key, cloudpickle.loads(packed), bound
+        self._key = key
+        self._function = cloudpickle.loads(packed)
+        self._bound = bound
 
     def __call__(self, request: tuple[tuple[Any, ...], dict[str, Any]], reply: Callable[[Any], None]) -> None:
         arguments, named = request
@@ -252,4 +266,6 @@ def _plain(value: Any, key: str) -> Any:
         return {name: _plain(item, key) for name, item in value.items()}
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
-    raise DataError(f"{key} returned {quoted(value)}: return numbers, texts, and lists or mappings by text of them.")
+    raise DataError(
+        f"{key} returned {quoted(value)}: return numbers, texts, and lists or mappings by text of them."
+    )

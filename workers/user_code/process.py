@@ -39,23 +39,30 @@ HEADER = 8  # bytes: the size of a request
 LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
 LONGEST_PICKLE = 2**30  # bytes of a function's pickle, or of an epoch's order
 LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
-SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # limit on users' output, and its period
+# limit on users' output, and its period
+SHOWN_BYTES = 10**6
+SHOWN_SECONDS = 60.0
 KILL_ROUNDS, KILL_SECONDS = 100, 0.01  # through a tree of processes that grows meanwhile
 FIRST_DESCRIPTOR = 500  # of a process's channel, above descriptors that careless code uses
 
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
-"""Everything that users' code may raise: in its own process KeyboardInterrupt and SystemExit are nobody else's."""
+"""Everything that users' code may raise: in its own process KeyboardInterrupt and SystemExit are nobody
+else's.
+"""
 
 
 class NoAnswerError(Exception):
-    """A process did not answer: it `took more than ...`, `ended its process (exit code 7)` or `raised ...`."""
+    """A process did not answer: it `took more than ...`, `ended its process (exit code 7)` or
+    `raised ...`.
+    """
 
 
 class Connection:
     def __init__(self) -> None:
         self._socket, self._theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
-        self._ending, self._ended = Lock(), False
+        self._ending = Lock()
+        self._ended = False
 
     def send(self, request: Any) -> None:
         """Send an object, pickled. Raises NoAnswerError if the process has ended or does not read."""
@@ -71,8 +78,9 @@ class Connection:
     ) -> Any:
         """Return the next answer. setting: names the time limit, to which `late_s` is added.
 
-        Raises NoAnswerError if the function raised, or the process ended or was killed for being late, writing to the
-        connection, or answering more than `longest` bytes. Raises ConfigError for a BallastError.
+        Raises NoAnswerError if the function raised, or the process ended or was killed for being late,
+        writing to the connection, or answering more than `longest` bytes. Raises ConfigError for a
+        BallastError.
         """
         try:
             self._socket.settimeout(timeout_s + late_s)
@@ -130,7 +138,9 @@ class UserProcess(Connection):
         super().__init__()
         self._kept = io.StringIO() if quiet else None
         with self._theirs:
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            environment = os.environ | {
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+            }
             environment["PYTHONUNBUFFERED"] = "1"  # shows output at once, even if the process is killed
             environment.setdefault("PYTHONHASHSEED", "0")  # sets have the same order in every process
             command = "from workers.user_code.process import main; main()"
@@ -192,7 +202,9 @@ class Fork(Connection):
     def _kill(self, exit_s: float) -> str:
         if self._pid:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, 0)  # it lives, so that the group of its number is its own
+                signal.pidfd_send_signal(
+                    self._handle, 0
+                )  # it lives, so that the group of its number is its own
                 _kill_below(self._pid)
                 os.killpg(self._pid, signal.SIGKILL)
             os.close(self._handle)
@@ -200,7 +212,9 @@ class Fork(Connection):
 
 
 def _kill_below(pid: int, *, stop: bool = True) -> None:
-    """Kill the descendants of a process, also those in groups of their own. stop: stop the process itself before."""
+    """Kill the descendants of a process, also those in groups of their own. stop: stop the process itself
+    before.
+    """
     import psutil
 
     with suppress(psutil.NoSuchProcess):
@@ -208,7 +222,9 @@ def _kill_below(pid: int, *, stop: bool = True) -> None:
         if stop:
             root.suspend()  # it starts no others meanwhile
         for _ in range(KILL_ROUNDS):
-            living = [child for child in root.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+            living = [
+                child for child in root.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+            ]
             for child in living:
                 child.kill()
             if not living:
@@ -233,13 +249,19 @@ def _show(stream: BufferedReader, shown: TextIO) -> None:
         # Dropped output need not be split into lines, which would hold the process up.
         while line := stream.readline(LONGEST_LINE) if room >= 0 else stream.read1(LONGEST_LINE):
             if time.monotonic() > until:
-                room, until = SHOWN_BYTES, time.monotonic() + SHOWN_SECONDS
-            before, room = room, room - len(line)
+                room = SHOWN_BYTES
+                until = time.monotonic() + SHOWN_SECONDS
+            before = room
+            room = room - len(line)
             text = hide_session_keys(line.decode(errors="replace"))
             if room < 0:
-                text = f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
+                text = (
+                    f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
+                )
             if before >= 0:
-                with suppress(OSError, ValueError):  # a stream that is full or closed: the process must not wait for it
+                with suppress(
+                    OSError, ValueError
+                ):  # a stream that is full or closed: the process must not wait for it
                     shown.write(text)
                     shown.flush()
 
@@ -254,11 +276,14 @@ class Channel:
         os.register_at_fork(after_in_child=self._socket.close)
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Return the next request, or None with a fork's descriptor. Raises EOFError when the other side is gone."""
+        """Return the next request, or None with a fork's descriptor. Raises EOFError when the other side is
+        gone.
+        """
         header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER, 1)
         if not header:
             raise EOFError
-        size, packed = int.from_bytes(header), bytearray()
+        size = int.from_bytes(header)
+        packed = bytearray()
         while len(packed) < size:
             part = self._socket.recv(min(size - len(packed), 2**20))
             if not part:
@@ -273,7 +298,9 @@ class Channel:
 def main() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, target = int(sys.argv.pop()), sys.argv.pop()  # hidden from users' code
+    # hidden from users' code
+    descriptor = int(sys.argv.pop())
+    target = sys.argv.pop()
     channel = Channel(descriptor)
     with suppress(EOFError):
         arguments, _ = channel.receive()

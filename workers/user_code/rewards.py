@@ -27,10 +27,11 @@ MESSAGES = "messages"  # of an episode: the chat messages of prompt, policy and 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function or coroutine function, unpickled only in the process. name: for metrics. weight: in the reward.
+    """A user's function or coroutine function, unpickled only in the process. name: for metrics. weight: in
+    the reward.
 
-    It gets `response`, a text, and the record's `columns`. With a parameter `responses`, lists of all samples at once.
-    With `solution_str`, verl's arguments.
+    It gets `response`, a text, and the record's `columns`. With a parameter `responses`, lists of all samples
+    at once. With `solution_str`, verl's arguments.
     """
 
     name: str
@@ -55,7 +56,9 @@ class RewardProcess:
         self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, quiet: bool = False
     ) -> None:
         """timeout_s: of one call. concurrency: of coroutine functions. quiet: hide the functions' stderr."""
-        self._functions, self._timeout_s, self._concurrency = list(functions), timeout_s, concurrency
+        self._functions = list(functions)
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
         self._quiet = quiet
         self._process: UserProcess | None = None
 
@@ -75,7 +78,8 @@ class RewardProcess:
             process = self._started()
             process.send(calls)
             for _ in calls:
-                # The process itself ends a coroutine that takes too long. Only a hanging call is late by a second.
+                # The process itself ends a coroutine that takes too long. Only a hanging call is late by a
+                # second.
                 number, score = process.receive(self._timeout_s, "reward.timeout_s", late_s=1.0)
                 scores[number] = Score(response=responses[number], **score)
         except (NoAnswerError, BallastError) as error:
@@ -91,7 +95,8 @@ class RewardProcess:
         return self._process
 
     def stop(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.end()
 
@@ -119,10 +124,13 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
 class Scorer:
     def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
         self._functions = {each: cloudpickle.loads(each.packed) for each in functions}
-        parameters = {each: list(signature(function).parameters) for each, function in self._functions.items()}
+        parameters = {
+            each: list(signature(function).parameters) for each, function in self._functions.items()
+        }
         self._batched = [function for function, names in parameters.items() if "responses" in names]
         self._verl_names = {function: names for function, names in parameters.items() if is_verl_form(names)}
-        self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
         self._room = asyncio.Semaphore(concurrency)
 
     def __call__(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
@@ -133,7 +141,9 @@ class Scorer:
 
         async def score(position: int, call: Call) -> None:
             async with self._room:
-                scored = vars(await self._score(call, {each: values[position] for each, values in batches.items()}))
+                scored = vars(
+                    await self._score(call, {each: values[position] for each, values in batches.items()})
+                )
                 reply((call.number, {name: value for name, value in scored.items() if name != "response"}))
 
         await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
@@ -148,7 +158,9 @@ class Scorer:
                 scores[function.name] = as_score(value, call.response)
             except (_FunctionError, DataError) as error:
                 return Score(0.0, call.response, failure=f"{function.name}: {error}")
-        return weighted(scores, {function.name: function.weight for function in self._functions}, call.response)
+        return weighted(
+            scores, {function.name: function.weight for function in self._functions}, call.response
+        )
 
     async def _score_one(self, function: RewardFunction, call: Call) -> Any:
         columns = {name: call.columns[name] for name in function.columns if name in call.columns}

@@ -1,4 +1,5 @@
-"""Tasks of installed packages, named where a file of records is: `reasoning_gym:leg_counting?size=2000&seed=1`.
+"""Tasks of installed packages, named where a file of records is:
+`reasoning_gym:leg_counting?size=2000&seed=1`.
 
     PACKAGE:NAME?key=value&key.sub=value --task_records--> another process imports the package --JSON--> records
 
@@ -64,7 +65,9 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for key, value in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
         *sections, last = key.split(".")
-        place: dict[str, Any] = reduce(lambda inner, section: inner.setdefault(section, {}), sections, options)
+        place: dict[str, Any] = reduce(
+            lambda inner, section: inner.setdefault(section, {}), sections, options
+        )
         place[last] = value if value == "null" else yaml.safe_load(value)  # it is the name of a harness
     return name, options
 

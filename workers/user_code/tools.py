@@ -30,12 +30,14 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 class ToolPool(EnvironmentPool):
     """Processes that call tools, one call at a time each."""
 
-    setting, player = "rollout.tools", CALLER
+    setting = "rollout.tools"
+    player = CALLER
 
     def __init__(self, tools: bytes, timeout_s: float, *, max_calls: int, max_characters: int) -> None:
         """tools: functions by name, pickled. max_calls: of a turn. max_characters: of a result."""
         super().__init__(tools, timeout_s)
-        self._max_calls, self._max_characters = max_calls, max_characters
+        self._max_calls = max_calls
+        self._max_characters = max_characters
 
     @asynccontextmanager
     async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
@@ -59,14 +61,16 @@ class ToolEnvironment(RemoteEnvironment):
         self, call: Callable[[str, Any], Awaitable[tuple[bool, str]]], max_calls: int, offered: set[str]
     ) -> None:
         super().__init__(call)
-        self._max_calls, self._offered = max_calls, offered
+        self._max_calls = max_calls
+        self._offered = offered
         self._parts = dict.fromkeys(TOOL_PARTS, 0.0)
 
     async def reset(self, record: dict[str, Any]) -> Text:
         return ""
 
     async def step(self, response: Turn) -> Observation:
-        calls, errors = response.tool_calls, [f"Error: {error}. Write the call again." for error in response.errors]
+        calls = response.tool_calls
+        errors = [f"Error: {error}. Write the call again." for error in response.errors]
         if not calls and not errors:
             return Observation(done=True, parts=self._parts)
         start = time.monotonic()
@@ -91,7 +95,8 @@ class ToolEnvironment(RemoteEnvironment):
         return Observation(messages, parts=self._parts)
 
     async def _result(self, position: int, call: dict[str, Any]) -> tuple[bool, str]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         if position >= self._max_calls:
             return False, f"at most {self._max_calls} calls of a turn are made"
         if name not in self._offered:
@@ -102,10 +107,14 @@ class ToolEnvironment(RemoteEnvironment):
 
 
 def plain_value(value: Any) -> str:
-    """Write a value that JSON has no form for. Raises TypeError if its text is a place in memory (a generator's)."""
+    """Write a value that JSON has no form for. Raises TypeError if its text is a place in memory (a
+    generator's).
+    """
     text = str(value)
     if ADDRESS.search(text):
-        raise TypeError(f"the tool returned a value of type {type(value).__name__}, which is neither text nor JSON")
+        raise TypeError(
+            f"the tool returned a value of type {type(value).__name__}, which is neither text nor JSON"
+        )
     return text
 
 
@@ -120,7 +129,11 @@ class Caller:
         name, (arguments, longest) = request
         try:
             value = self._runner.run(result_of(self._tools[name](**arguments)))
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain_value)
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=plain_value)
+            )
         except RAISED as error:
             reply((False, named(error)))
             return

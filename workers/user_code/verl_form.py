@@ -16,7 +16,9 @@ def is_verl_form(names: Collection[str]) -> bool:
 
 
 def sources_of(names: Collection[str], record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the column of each argument that a function with the parameters `names` takes and the record has."""
+    """Return the column of each argument that a function with the parameters `names` takes and the record
+    has.
+    """
     sources = {name: name for name in record if name in names}
     rule = record.get("reward_model")
     if "ground_truth" in names and isinstance(rule, Mapping) and "ground_truth" in rule:
@@ -25,7 +27,9 @@ def sources_of(names: Collection[str], record: Mapping[str, Any]) -> dict[str, s
 
 
 def verl_arguments(names: Collection[str], response: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name. extra_info: a copy, {} without the column, as functions may write into it."""
+    """Return the arguments by name. extra_info: a copy, {} without the column, as functions may write into
+    it.
+    """
     sources = sources_of(names, columns)
     arguments = {name: columns[source] for name, source in sources.items()}
     if sources.get("ground_truth") == "reward_model":

@@ -4,7 +4,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ballast.migrate.rules import Recipe, Settings, above_0, ask_for_steps, decay_all, is_on, leave_out, number
+from ballast.migrate.rules import (
+    Recipe,
+    Settings,
+    above_0,
+    ask_for_steps,
+    decay_all,
+    is_on,
+    leave_out,
+    number,
+)
 from controller.config.file import leaves
 
 REJECTION = "actor.rejection_sampling."
@@ -58,7 +67,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     set_ranks(recipe, settings, to_decide)
     ask_for_steps(recipe.get("total_train_epochs", 1), settings, to_decide)
     for key, split in (("data.train", "train"), ("data.validation", "test")):
-        if settings.get(key) == "openai/gsm8k":  # dataset/gsm8k.py names the configuration, the examples the splits
+        if (
+            settings.get(key) == "openai/gsm8k"
+        ):  # dataset/gsm8k.py names the configuration, the examples the splits
             settings[key] = f"openai/gsm8k:main@{split}"
     if not str(recipe.get("actor.backend", "")).startswith("megatron"):
         decay_all(settings)
@@ -88,11 +99,15 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     if whitens and discount != 1:
         settings["algorithm.gamma"] = discount
     if whitened and not whitens:
-        to_decide.append(f"algorithm.advantage={name}: whitened over the tokens of a step too there, by adv_norm.")
+        to_decide.append(
+            f"algorithm.advantage={name}: whitened over the tokens of a step too there, by adv_norm."
+        )
     if whitens and not whitened:
         to_decide.append(f"algorithm.advantage={name}: it whitens, and there is no adv_norm there.")
     if mean == "batch" or deviation == "batch":
-        to_decide.append(f"algorithm.advantage={name}: rewards are normalised over the step there, by reward_norm.")
+        to_decide.append(
+            f"algorithm.advantage={name}: rewards are normalised over the step there, by reward_norm."
+        )
 
 
 def _rejection(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -104,7 +119,9 @@ def _rejection(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         return
     if recipe.get(f"{REJECTION}metric", "ratio") != "ratio":
         settings.pop(f"{CORRECTION}cap", None)
-        to_decide.append(f"{CORRECTION}rejection: by {recipe[f'{REJECTION}metric']} there, only by ratio here.")
+        to_decide.append(
+            f"{CORRECTION}rejection: by {recipe[f'{REJECTION}metric']} there, only by ratio here."
+        )
         return
     settings[f"{CORRECTION}weights"] = level
     if recipe.get(f"{REJECTION}action", "mask") == "mask":

@@ -53,7 +53,9 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Leave out sections that are not enabled, and FSDP2's optimiser beside Megatron's."""
     switches = [key for key, value in recipe.items() if key.endswith(".enabled") and value is False]
     off = tuple(key.removesuffix("enabled") for key in switches if key != f"{COLOCATED}enabled")
-    kept = {key: value for key, value in recipe.items() if key.endswith(".enabled") or not key.startswith(off)}
+    kept = {
+        key: value for key, value in recipe.items() if key.endswith(".enabled") or not key.startswith(off)
+    }
     if is_on(recipe, f"{MEGATRON}enabled"):
         return leave_out(kept, "policy.dtensor_cfg.", "policy.optimizer", SCHEDULER)
     if is_on(recipe, f"{LORA}match_all_linear") or not recipe.get(f"{LORA}target_modules"):
@@ -70,8 +72,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     set_ranks(recipe, settings)
     if "grpo.max_num_epochs" in recipe and not is_on(recipe, "grpo.async_grpo.enabled"):
         to_decide.append(
-            f"run.steps={settings.get('run.steps', 100)}: fewer there, if {recipe['grpo.max_num_epochs']} x the number "
-            f"of records / {settings.get('batch.prompts_per_step', 'batch.prompts_per_step')} are fewer."
+            f"run.steps={settings.get('run.steps', 100)}: fewer there, if {recipe['grpo.max_num_epochs']} x "
+            f"the number of records / {settings.get('batch.prompts_per_step', 'batch.prompts_per_step')} "
+            "are fewer."
         )
 
 
@@ -89,7 +92,9 @@ def set_optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
         name = str(part.get("name", "")).rpartition(".")[2]
         arguments = part.get("kwargs") or {}
         if name == "LinearLR" and arguments.get("start_factor", 1 / 3) < arguments.get("end_factor", 1.0):
-            settings["policy.optimizer.warmup_steps"] = arguments.get("total_iters", 5) * updates_of_a_step(settings)
+            settings["policy.optimizer.warmup_steps"] = arguments.get("total_iters", 5) * updates_of_a_step(
+                settings
+            )
         elif name in SCHEDULES:
             settings["policy.optimizer.schedule"] = SCHEDULES[name]
         elif name:
@@ -103,8 +108,8 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     elif any(is_on(recipe, f"grpo.{section}{LEAVE_ONE_OUT}") for section in ("", "adv_estimator.")):
         if settings.get("algorithm.normalize_by_std", True):
             to_decide.append(
-                "algorithm.advantage=grpo: mean and deviation of the group's other samples there, of all here. `rloo` "
-                "has that mean, and no deviation."
+                "algorithm.advantage=grpo: mean and deviation of the group's other samples there, of all "
+                "here. `rloo` has that mean, and no deviation."
             )
         else:
             settings["algorithm.advantage"] = "rloo"
@@ -130,7 +135,9 @@ def _shaping(recipe: Recipe, settings: Settings) -> None:
     tokens = longest - (above_0(recipe.get(f"{SHAPING}max_response_length")) or longest) + buffer
     if tokens > 0:
         settings["reward.overlong_tokens"] = tokens
-        settings["reward.overlong_penalty"] = number(recipe, f"{SHAPING}overlong_buffer_penalty", 1.0) * tokens / buffer
+        settings["reward.overlong_penalty"] = (
+            number(recipe, f"{SHAPING}overlong_buffer_penalty", 1.0) * tokens / buffer
+        )
 
 
 def set_ranks(recipe: Recipe, settings: Settings) -> None:

@@ -1,4 +1,6 @@
-"""prime-rl and verifiers: samples of a step become prompts, an environment's options stand behind its name."""
+"""prime-rl and verifiers: samples of a step become prompts, an environment's options stand behind
+its name.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -115,11 +117,15 @@ def _prompts_of_samples(recipe: Recipe, settings: Settings, to_decide: list[str]
         size = recipe[size_key]
         samples = recipe.get(samples_key)
         if not isinstance(size, int) or not isinstance(samples, int) or min(size, samples) < 1:
-            to_decide.append(f"batch.prompts_per_step: {size_key}={size} samples needs {samples_key}. Divide it.")
+            to_decide.append(
+                f"batch.prompts_per_step: {size_key}={size} samples needs {samples_key}. Divide it."
+            )
             continue
         settings["batch.prompts_per_step"] = max(1, size // samples)
         if size % samples:
-            to_decide.append(f"batch.prompts_per_step: {size_key}={size} is not a multiple of {samples_key}={samples}.")
+            to_decide.append(
+                f"batch.prompts_per_step: {size_key}={size} is not a multiple of {samples_key}={samples}."
+            )
 
 
 def _add_lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -133,8 +139,8 @@ def _add_lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> No
     if length and settings.get("rollout.environment"):
         of_episode = settings["rollout.max_episode_tokens"] = max(length - of_prompt, response)
         to_decide.append(
-            f"rollout.max_episode_tokens={of_episode}: a sequence has {length} tokens there, and prompts have "
-            f"{of_prompt} here. Set data.max_prompt_tokens too."
+            f"rollout.max_episode_tokens={of_episode}: a sequence has {length} tokens there, and prompts "
+            f"have {of_prompt} here. Set data.max_prompt_tokens too."
         )
 
 

@@ -1,4 +1,6 @@
-"""ROLL: sizes of updates are of one rank, switches say which coefficients count, agentic recipes count trajectories."""
+"""ROLL: sizes of updates are of one rank, switches say which coefficients count, agentic recipes count
+trajectories.
+"""
 
 import math
 import re
@@ -25,7 +27,14 @@ LORA = f"{TRAIN}model_args.lora_"
 FILES = f"{TRAIN}data_args.file_name"
 ENGINES = "actor_infer.device_mapping"
 GROUP = "train_env_manager.group_size"
-REWARDS = ("adv_estimator", "whiten_advantages", "norm_mean_type", "norm_std_type", "kl_loss_coef", "init_kl_coef")
+REWARDS = (
+    "adv_estimator",
+    "whiten_advantages",
+    "norm_mean_type",
+    "norm_std_type",
+    "kl_loss_coef",
+    "init_kl_coef",
+)
 KEYS = (
     SIZE,
     ACCUMULATION,
@@ -50,12 +59,18 @@ KEYS = (
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Leave out coefficients whose switch is off, and name a student as the actor that it is."""
-    off = [] if is_on(recipe, "add_token_level_kl") else ["init_kl_coef", "target_kl", "kl_horizon", "kl_penalty"]
+    off = (
+        []
+        if is_on(recipe, "add_token_level_kl")
+        else ["init_kl_coef", "target_kl", "kl_horizon", "kl_penalty"]
+    )
     off += [] if is_on(recipe, "use_kl_loss") else ["kl_loss_coef"]
     off += [] if recipe.get(f"{LORA}target") else [LORA]
     off += ["actor_infer.generating_args.num_return_sequences"] if GROUP in recipe else []
     if any(key.startswith("student_train.") for key in recipe):
-        named = {re.sub(r"^student_(train|infer)\.", r"actor_\1.", key): value for key, value in recipe.items()}
+        named = {
+            re.sub(r"^student_(train|infer)\.", r"actor_\1.", key): value for key, value in recipe.items()
+        }
         return leave_out(named, *off, *REWARDS) | {"adv_estimator": "pure_opd"}
     return leave_out(recipe, *off)
 
@@ -86,7 +101,8 @@ def _agentic(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         longest = settings.get("rollout.sampling.max_new_tokens", of_a_turn)
         settings["rollout.sampling.max_new_tokens"] = min(of_a_turn, longest)
     to_decide.append(
-        "rollout.environment: write that of custom_envs, in place of reward.function. Set rollout.max_turns with it."
+        "rollout.environment: write that of custom_envs, in place of reward.function. Set "
+        "rollout.max_turns with it."
     )
 
 
@@ -94,8 +110,8 @@ def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     train, *others = paths_of(recipe.get(FILES))
     if others:
         to_decide.append(
-            f"data.train: {train}, {', '.join(others)}, by domain_interleave_probs of their domains. Set data.sources "
-            "to a share of each."
+            f"data.train: {train}, {', '.join(others)}, by domain_interleave_probs of their domains. Set "
+            "data.sources to a share of each."
         )
     elif train:
         settings["data.train"] = train

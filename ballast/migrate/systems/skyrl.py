@@ -1,4 +1,6 @@
-"""SkyRL: prompts of a step over prompts of a mini-batch, and keys that count only with the value of another."""
+"""SkyRL: prompts of a step over prompts of a mini-batch, and keys that count only with the value
+of another.
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -57,12 +59,16 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 
 
 def _counts(key: str, recipe: Recipe) -> bool:
-    return all(recipe.get(switch) in values for pattern, switch, values in ONLY_WITH if fnmatchcase(key, pattern))
+    return all(
+        recipe.get(switch) in values for pattern, switch, values in ONLY_WITH if fnmatchcase(key, pattern)
+    )
 
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
-    ask_for_critics_size(recipe.get(SIZES[0]), recipe.get("trainer.critic_mini_batch_size"), settings, to_decide)
+    ask_for_critics_size(
+        recipe.get(SIZES[0]), recipe.get("trainer.critic_mini_batch_size"), settings, to_decide
+    )
     gpus = count(recipe, NODES, 1, to_decide) * count(recipe, GPUS_OF_A_NODE, 1, to_decide)
     set_data_parallel(settings, gpus, recipe.get(SHARD))
     if recipe.get("trainer.strategy") != "megatron":

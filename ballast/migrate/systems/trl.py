@@ -40,7 +40,9 @@ KEYS = (
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """Put the trainer first, whose row holds its defaults, and rename keys that mean another thing with it."""
+    """Put the trainer first, whose row holds its defaults, and rename keys that mean another
+    thing with it.
+    """
     program = getattr(recipe, "program", "")
     keys = apply_switches(recipe)
     if not program:

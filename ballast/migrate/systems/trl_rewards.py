@@ -24,12 +24,20 @@ def add_rewards(theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_de
     names = _as_list(theirs[FUNCTIONS])
     weights = _as_list(theirs.get(WEIGHTS)) or [1.0] * len(names)
     unclear = [name for name in names if not isinstance(name, str) or "$" in name]
-    if unclear or len(weights) != len(names) or not all(isinstance(weight, int | float) for weight in weights):
-        to_decide.append(f"reward.functions: {FUNCTIONS}={names} with {WEIGHTS}={weights}. Name each with its weight.")
+    if (
+        unclear
+        or len(weights) != len(names)
+        or not all(isinstance(weight, int | float) for weight in weights)
+    ):
+        to_decide.append(
+            f"reward.functions: {FUNCTIONS}={names} with {WEIGHTS}={weights}. Name each with its weight."
+        )
         return
     models = [name for name in names if "/" in name and ":" not in name]
     functions = {
-        _as_reference(name): float(weight) for name, weight in zip(names, weights, strict=True) if name not in models
+        _as_reference(name): float(weight)
+        for name, weight in zip(names, weights, strict=True)
+        if name not in models
     }
     if models:
         ours["reward.model.path"] = models[0]
@@ -41,8 +49,12 @@ def add_rewards(theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_de
         ours["reward.functions"] = functions
     for reference in functions:
         module, _, name = reference.rpartition(":")
-        closest = CLOSEST.get(name) if module.startswith("trl.") else None  # a script may define the same name
-        change = f"Closest is {closest}" if closest else "Take `responses`, texts, in place of TRL's `completions`"
+        closest = (
+            CLOSEST.get(name) if module.startswith("trl.") else None
+        )  # a script may define the same name
+        change = (
+            f"Closest is {closest}" if closest else "Take `responses`, texts, in place of TRL's `completions`"
+        )
         to_decide.append(f"reward.functions: {reference}. {change}.")
 
 
@@ -50,7 +62,8 @@ def name_tools(theirs: Mapping[str, Any], to_decide: list[str]) -> None:
     if tools := _as_list(theirs.get(TOOLS)):
         names = ", ".join(str(tool).rpartition(":")[2] for tool in tools)
         to_decide.append(
-            f"rollout.tools: put {names} into a file of their own and name it. All its public functions are tools."
+            f"rollout.tools: put {names} into a file of their own and name it. All its public functions are "
+            "tools."
         )
 
 

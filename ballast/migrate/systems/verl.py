@@ -60,7 +60,9 @@ KEYS = (
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """Drop the target of a fixed coefficient, and add what is left to defaults: alpha of Megatron's adapters, turns."""
+    """Drop the target of a fixed coefficient, and add what is left to defaults: alpha of Megatron's adapters,
+    turns.
+    """
     is_fixed = recipe.get(f"{KL}type") != "adaptive"
     counting = {key: value for key, value in recipe.items() if not is_fixed or key not in OF_ADAPTIVE}
     if f"{LORA_OF_MEGATRON}rank" in recipe:
@@ -78,7 +80,8 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     settings["batch.mini_batches"] = max(1, round(prompts / mini))
     if prompts % mini:
         to_decide.append(
-            f"batch.mini_batches={settings['batch.mini_batches']}: {prompts} prompts are not a multiple of {mini}."
+            f"batch.mini_batches={settings['batch.mini_batches']}: {prompts} prompts are not a multiple of "
+            f"{mini}."
         )
     for role, section in (("policy", f"{ACTOR}fsdp_config"), ("critic", "critic.model.fsdp_config")):
         if recipe.get(f"{section}.param_offload") is True:  # it includes the optimiser's, in either order
@@ -97,7 +100,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         name = recipe.get("*custom_reward_function.name") or "compute_score"
         settings["reward.function"] = f"{path}:{name}"
     elif manager := recipe.get("*reward_manager") or recipe.get("*reward_manager.*"):
-        to_decide.append(f"reward.function: verl's reward manager {manager} scores by data source. Write a function.")
+        to_decide.append(
+            f"reward.function: verl's reward manager {manager} scores by data source. Write a function."
+        )
     if "run.dir" in settings:
         settings["run.dir"] = str(settings["run.dir"]).removesuffix(f"/{settings.get('run.name')}")
 
@@ -121,7 +126,9 @@ def _gpus(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 def _optimizers(recipe: Recipe, settings: Settings) -> None:
     """A schedule there counts steps of the trainer. Only Megatron's optimiser leaves out vectors."""
     roles = ("policy", "critic")
-    steps_to_updates(settings, *(f"{role}.optimizer.{name}_steps" for role in roles for name in ("warmup", "total")))
+    steps_to_updates(
+        settings, *(f"{role}.optimizer.{name}_steps" for role in roles for name in ("warmup", "total"))
+    )
     of_megatron = "megatron" if any(".megatron." in key for key in recipe) else "fsdp"
     if recipe.get("*.strategy", of_megatron) != "megatron":
         decay_all(settings)
@@ -130,12 +137,16 @@ def _optimizers(recipe: Recipe, settings: Settings) -> None:
 def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     move_discount(settings)
     if settings.get("rollout.samples_per_prompt") == 1 and settings.get("algorithm.advantage") in GROUPS:
-        to_decide.append("rollout.samples_per_prompt: 1 there, and the estimator compares samples. Set 2 or more.")
+        to_decide.append(
+            "rollout.samples_per_prompt: 1 there, and the estimator compares samples. Set 2 or more."
+        )
     aggregation = settings.get("algorithm.loss.aggregation")
     if settings.get("algorithm.advantage") == "gae" and aggregation in OF_A_CRITIC:
         settings.setdefault("critic.loss.aggregation", aggregation)
     if aggregation == "sequence_mean_token_sum_norm":
-        settings.setdefault("algorithm.loss.constant_length", settings.get("rollout.sampling.max_new_tokens", 512))
+        settings.setdefault(
+            "algorithm.loss.constant_length", settings.get("rollout.sampling.max_new_tokens", 512)
+        )
     if settings.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):  # they have a default there too
         settings.pop("algorithm.loss.aggregation", None)
     _rejection(recipe.get(REJECTION), settings, to_decide)

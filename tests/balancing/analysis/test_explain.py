@@ -87,17 +87,12 @@ def test_replanning_without_changes_is_the_same_plan():
 def test_an_even_plan_is_explained_in_few_words():
     text = explain(plan_batch([7] * 8, ranks=4, max_tokens=14))
     assert text == (
-        "8 sequences of 56 tokens on 4 ranks: 1 mini-batch, 1 micro-step.\n"
-        "Imbalance: 0.00% in the given order, 0.00% after Karmarkar-Karp alone, without caps, 0.00% as planned.\n"
-        "The step takes 0.00% longer than if no rank ever waited (at best 0.00% in as many micro-steps). "
-        "Ranks wait 0.00% of the time.\n"
-        "\n"
-        "Why:\n"
-        "- Mini-batch 0 takes 1 micro-step, the fewest that max_tokens=14 allows. "
-        "Its micro-batches fill 100.0% of the cap on average.\n"
-        "\n"
-        "What would help, planned and compared:\n"
-        "- not twice the cap: max_tokens=28 saves less than 0.1% of the step time\n"
+        "8 sequences of 56 tokens on 4 ranks: 1 mini-batch, 1 micro-step.\nImbalance: 0.00% in the given "
+        "order, 0.00% after Karmarkar-Karp alone, without caps, 0.00% as planned.\nThe step takes 0.00% "
+        "longer than if no rank ever waited (at best 0.00% in as many micro-steps). Ranks wait 0.00% of "
+        "the time.\n\nWhy:\n- Mini-batch 0 takes 1 micro-step, the fewest that max_tokens=14 allows. Its "
+        "micro-batches fill 100.0% of the cap on average.\n\nWhat would help, planned and compared:\n- not "
+        "twice the cap: max_tokens=28 saves less than 0.1% of the step time\n"
     )
 
 
@@ -110,7 +105,9 @@ def test_an_even_plan_is_explained_in_few_words():
     layout=st.sampled_from(["packed", "padded"]),
     algorithm=st.sampled_from(["karmarkar_karp", "karmarkar_karp", "none", "verl"]),
 )
-def test_waiting_by_cause_adds_up_to_the_plans_idle_share(lengths, ranks, parts, max_sequences, layout, algorithm):
+def test_waiting_by_cause_adds_up_to_the_plans_idle_share(
+    lengths, ranks, parts, max_sequences, layout, algorithm
+):
     plan = plan_batch(
         lengths,
         ranks=ranks,
@@ -122,7 +119,9 @@ def test_waiting_by_cause_adds_up_to_the_plans_idle_share(lengths, ranks, parts,
         cost_model=QUADRATIC,
     )
     found = findings(plan)
-    assert sum(finding.waiting for finding in found) == pytest.approx(plan_statistics(plan)["idle_share"], abs=1e-6)
+    assert sum(finding.waiting for finding in found) == pytest.approx(
+        plan_statistics(plan)["idle_share"], abs=1e-6
+    )
     assert len({finding.cause for finding in found}) == len(found)
 
 
@@ -130,15 +129,23 @@ def test_waiting_by_cause_adds_up_to_the_plans_idle_share(lengths, ranks, parts,
     ("lengths", "arguments", "cause", "waiting", "evidence"),
     [
         ([10, 10, 10, 10, 60], {"ranks": 4, "max_tokens": 100}, "a long sequence", 35 / 60,
-         "sequence 4 of 60 tokens is 60.0% of micro-step 0 of mini-batch 0, where a rank's fair share is 25.0%"),
+         "sequence 4 of 60 tokens is 60.0% of micro-step 0 of mini-batch 0, where a rank's fair share is "
+         "25.0%"),
         ([5, 5, 5], {"ranks": 4, "max_tokens": 10}, "empty micro-batches", 1 / 4, "1 of 4 ranks"),
-        ([5] * 5, {"ranks": 2, "max_tokens": 10, "min_count": 3}, "empty micro-batches", 1 / 6, "min_count=3"),
-        ([9, 9, 1, 1], {"ranks": 2, "max_tokens": 20, "algorithm": "none"}, 'algorithm="none"', 8 / 18, "80.00% over"),
+        ([5] * 5, {(
+            "ranks"
+        ): 2, "max_tokens": 10, "min_count": 3}, "empty micro-batches", 1 / 6, "min_count=3"),
+        ([9, 9, 1, 1], {(
+            "ranks"
+        ): 2, "max_tokens": 20, "algorithm": "none"}, 'algorithm="none"', 8 / 18, "80.00% over"),
         ([8, 7, 7, 1], {"ranks": 2, "max_tokens": 100, "max_sequences": 2}, "the cap on sequences", 2.5 / 14,
-         f"max_sequences=2, and in micro-step 0 of mini-batch 0 the heaviest rank is {14 / 11.5 - 1:.2%} over"),
+         f"max_sequences=2, and in micro-step 0 of mini-batch 0 the heaviest rank is {14 / 11.5 - 1:.2%} "
+         "over"),
         ([7, 5, 5, 5, 4], {"ranks": 2, "max_tokens": 14, "cost_model": SQUARES}, "the cap on tokens", None,
          "full at max_tokens=14"),
-        ([6, 5, 5, 5], {"ranks": 3, "max_tokens": 20}, "a remainder that no exchange evens out", 3 / 10, "over the"),
+        ([6, 5, 5, 5], {(
+            "ranks"
+        ): 3, "max_tokens": 20}, "a remainder that no exchange evens out", 3 / 10, "over the"),
     ],
 )  # fmt: skip
 def test_each_cause_of_waiting_is_named_with_its_evidence(lengths, arguments, cause, waiting, evidence):
@@ -154,7 +161,11 @@ def test_each_cause_of_waiting_is_named_with_its_evidence(lengths, arguments, ca
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "takes 2 micro-steps, the fewest that max_tokens=30 allows. Its micro-batches fill 100.0% of the cap"),
+        (
+            {},
+            "takes 2 micro-steps, the fewest that max_tokens=30 allows. Its micro-batches fill 100.0% of "
+            "the cap",
+        ),
         ({"min_count": 3, "multiple_of": 2}, "as min_count=3 and multiple_of=2 ask, while the caps need 2"),
         ({"pipeline": Pipeline(2)}, "because more of them fill and drain the pipeline sooner"),
     ],

@@ -27,7 +27,11 @@ def write(folder, name, text):
         ("a.json", '{"model": "x", "lengths": [5, 70, 9]}', None),
         ("a.jsonl", "5\n70\n\n9\n", None),
         ("a.jsonl", '{"tokens": 5}\n{"tokens": 70}\n{"tokens": 9}', None),
-        ("a.jsonl", json.dumps({"ids": [1] * 5}) + "\n" + json.dumps({"ids": [1] * 70}) + '\n{"ids": 9}', "ids"),
+        (
+            "a.jsonl",
+            json.dumps({"ids": [1] * 5}) + "\n" + json.dumps({"ids": [1] * 70}) + '\n{"ids": 9}',
+            "ids",
+        ),
         ("a.csv", "5\n70\n9\n", None),
         ("a.csv", "uid,length\na,5\nb,70\nc,9\n", None),
         ("a.csv", '\ufeff"n", "uid"\n5,a\n70,"b,c"\n9,d\n', "n"),
@@ -100,7 +104,9 @@ def test_missing_files_records_and_text_are_named(tmp_path):
             read_lengths(tmp_path / missing)
     with pytest.raises(LengthFileError, match="/dev/zero cannot be read: it is not a file"):
         read_json(Path("/dev/zero"))
-    with pytest.raises(LengthFileError, match=r"lengths\.jsonl is not there. The run has recorded no lengths"):
+    with pytest.raises(
+        LengthFileError, match=r"lengths\.jsonl is not there. The run has recorded no lengths"
+    ):
         read_lengths(tmp_path)
     write(tmp_path, "lengths.jsonl", '{"step": 3}\n')
     with pytest.raises(LengthFileError, match="holds no lengths"):

@@ -38,7 +38,10 @@ def test_predicted_times_are_reported_in_the_cost_models_unit():
 
 
 def test_the_sequences_of_a_mini_batch_come_ascending():
-    assert [indices_of(mini_batch).tolist() for mini_batch in planned().mini_batches] == [[0, 1], [2, 3, 4, 5]]
+    assert [indices_of(mini_batch).tolist() for mini_batch in planned().mini_batches] == [
+        [0, 1],
+        [2, 3, 4, 5],
+    ]
 
 
 def test_padding_counts_alignment_and_rows_up_to_the_longest():

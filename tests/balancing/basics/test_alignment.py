@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancing.basics.alignment import cumulative_lengths, group_cap, length_multiple, round_up, zigzag_positions
+from balancing.basics.alignment import (
+    cumulative_lengths,
+    group_cap,
+    length_multiple,
+    round_up,
+    zigzag_positions,
+)
 from balancing.errors import LengthError, OptionError
 
 
@@ -23,7 +29,9 @@ def test_p3_p4_p5_worked_example():
     assert cumulative_lengths(lengths).tolist() == [0, 2, 6, 12, 13]
     assert cumulative_lengths(padded).tolist() == [0, 4, 8, 16, 20]
     assert (cumulative_lengths(padded) // 2).tolist() == [0, 2, 4, 8, 10]
-    row = np.concatenate([[str(i)] * n + ["p"] * (p - n) for i, (n, p) in enumerate(zip(lengths, padded, strict=True))])
+    row = np.concatenate(
+        [[str(i)] * n + ["p"] * (p - n) for i, (n, p) in enumerate(zip(lengths, padded, strict=True))]
+    )
     assert "".join(row[zigzag_positions(padded, 2, 0)]) == "0p1122pp3p"
     assert "".join(row[zigzag_positions(padded, 2, 1)]) == "0p112222pp"
 
@@ -47,7 +55,9 @@ def test_p4_every_token_is_held_by_one_context_rank(lengths, cp):
 
 
 def test_bad_input_is_named():
-    with pytest.raises(LengthError, match=r"padded_lengths\[1\] is 6, not a multiple of 2\*context_parallel=4"):
+    with pytest.raises(
+        LengthError, match=r"padded_lengths\[1\] is 6, not a multiple of 2\*context_parallel=4"
+    ):
         zigzag_positions([4, 6], 2, 0)
     with pytest.raises(OptionError, match="context_rank=2"):
         zigzag_positions([4], 2, 2)

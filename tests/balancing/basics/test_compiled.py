@@ -39,7 +39,9 @@ def run(folder: Path) -> str:
 
 
 @pytest.mark.skipif(not COMPILED, reason="needs Numba")
-def test_a_function_is_compiled_again_when_what_it_calls_has_changed_and_that_is_told_once(tmp_path: Path) -> None:
+def test_a_function_is_compiled_again_when_what_it_calls_has_changed_and_that_is_told_once(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "caller.py").write_text(CALLER)
     (tmp_path / "callee.py").write_text(CALLEE.format(1))
     assert [run(tmp_path), run(tmp_path)] == ["2 0 told", "2 1"]
@@ -100,14 +102,17 @@ print(*(f"{{loop.__name__}}{{later}}" for loop in loops for later in set(loop.si
     assert run.stdout.split() == []
 
 
-@pytest.mark.slow  # a minute, without the machine code on disk: what is loaded from there tells nothing of inner loops
+# a minute, without the machine code on disk: what is loaded from there tells nothing of inner loops
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPILED, reason="needs Numba")
 def test_precompile_compiles_every_loop_of_plans(tmp_path: Path) -> None:
     script = f"""{LOOPS}
 print(len(loops), sorted(loop.__name__ for loop in loops if not loop.signatures))
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+    )
     loops, missing = run.stdout.split(maxsplit=1)
     assert int(loops) > 30
     assert missing == "[]\n"

@@ -1,4 +1,6 @@
-"""Orders of execution of pipelines: what each stage computes, that it comes to an end, and what is refused."""
+"""Orders of execution of pipelines: what each stage computes, that it comes to an end, and what
+is refused.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,8 @@ def short(done: tuple[Action, ...]) -> str:
     """`F0 B0`, with the chunk behind a point if there are several."""
     chunks = any(action.chunk for action in done)
     return " ".join(
-        f"{action.kind[0].upper()}{action.micro_batch}{f'.{action.chunk}' if chunks else ''}" for action in done
+        f"{action.kind[0].upper()}{action.micro_batch}{f'.{action.chunk}' if chunks else ''}"
+        for action in done
     )
 
 
@@ -43,7 +46,9 @@ def test_without_backward_the_forward_passes_are_left():
 
 
 def test_fewer_micro_batches_than_stages():
-    assert [short(actions(Pipeline(4), stage, 2)) for stage in range(4)] == ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"]
+    assert [short(actions(Pipeline(4), stage, 2)) for stage in range(4)] == ["F0 F1 B0 B1"] * 3 + [
+        "F0 B0 F1 B1"
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,7 +57,9 @@ def test_every_stage_computes_everything_once_and_all_come_to_an_end(case: tuple
     pipeline, count = case
     orders = [actions(pipeline, stage, count) for stage in range(pipeline.stages)]
     kinds = ("forward", "backward") if pipeline.backward else ("forward",)
-    everything = {Action(kind, i, c) for kind in kinds for i in range(count) for c in range(pipeline.virtual_stages)}
+    everything = {
+        Action(kind, i, c) for kind in kinds for i in range(count) for c in range(pipeline.virtual_stages)
+    }
     assert all(len(order) == len(everything) and set(order) == everything for order in orders)
     done: set[tuple[int, Action]] = set()
     position = [0] * pipeline.stages
@@ -103,7 +110,10 @@ def test_counts_that_interleaving_cannot_take_are_refused():
         ({"stages": 2, "backward": -1.0}, "backward=-1.0 of a Pipeline must be finite"),
         ({"stages": 2, "transfer": float("inf")}, "transfer=inf"),
         ({"stages": 2, "overhead": float("nan")}, "overhead=nan"),
-        ({"stages": 2, "stage_shares": (1.0,)}, "stage_shares holds 1 numbers. Pass one for each of .* = 2 parts"),
+        (
+            {"stages": 2, "stage_shares": (1.0,)},
+            "stage_shares holds 1 numbers. Pass one for each of .* = 2 parts",
+        ),
         ({"stages": 2, "stage_shares": (1.0, 0.0)}, "must be finite and positive"),
     ],
 )

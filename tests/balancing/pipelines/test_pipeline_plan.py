@@ -21,7 +21,13 @@ EXAMPLE = [7, 6, 8, 5, 1, 3, 8, 6]
 def test_d5_the_published_example_is_split_until_the_count_divides(pipeline: Pipeline, steps: int):
     """Two or four interleaved stages need a multiple; 1F1B takes any number."""
     plan = plan_batch(
-        EXAMPLE, ranks=2, max_tokens=12, length_multiple=2, layout="padded", algorithm="roll", pipeline=pipeline
+        EXAMPLE,
+        ranks=2,
+        max_tokens=12,
+        length_multiple=2,
+        layout="padded",
+        algorithm="roll",
+        pipeline=pipeline,
     )
     assert plan.mini_batches[0].steps == steps
 
@@ -51,7 +57,9 @@ def test_v8_the_published_order_can_be_asked_for():
     st.sampled_from(["packed", "padded"]),
     st.sampled_from([1, 3]),
 )
-def test_plans_keep_every_guarantee_and_are_no_slower_than_the_published_order(lengths, ranks, pipeline, layout, least):
+def test_plans_keep_every_guarantee_and_are_no_slower_than_the_published_order(
+    lengths, ranks, pipeline, layout, least
+):
     how = {"ranks": ranks, "max_tokens": 250, "max_sequences": 20, "pipeline": pipeline, "layout": layout}
     plan = plan_batch(lengths, min_count=least, cost_model=COSTS, **how)
     (part,) = plan.mini_batches
@@ -115,7 +123,9 @@ def test_without_a_pipeline_nothing_changes():
 
 
 def test_the_explanation_tells_the_bubble_and_plans_again_with_the_pipeline():
-    plan = plan_batch(draw("lognormal", 256, 0), ranks=4, max_tokens=16384, cost_model=COSTS, pipeline=Pipeline(4))
+    plan = plan_batch(
+        draw("lognormal", 256, 0), ranks=4, max_tokens=16384, cost_model=COSTS, pipeline=Pipeline(4)
+    )
     text = explain(plan)
     numbers = plan_statistics(plan)
     assert f"On a pipeline of 4 stages: bubble {numbers['pipeline/bubble']:.2%}" in text

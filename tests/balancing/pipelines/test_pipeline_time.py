@@ -51,7 +51,9 @@ def test_passes_without_backward_fill_the_pipeline_once():
 def test_transfers_overheads_and_shares_count():
     assert makespan(Pipeline(2, transfer=0.5), [6.0]) == pytest.approx(6.0 + 2 * 0.5)
     assert makespan(Pipeline(2, overhead=3.0), [6.0]) == pytest.approx(9.0)
-    assert makespan(Pipeline(2, backward=0.0, stage_shares=(1.0, 3.0)), [4.0, 4.0]) == pytest.approx(1 + 3 + 3)
+    assert makespan(Pipeline(2, backward=0.0, stage_shares=(1.0, 3.0)), [4.0, 4.0]) == pytest.approx(
+        1 + 3 + 3
+    )
 
 
 def test_all_ranks_wait_for_the_heaviest():
@@ -61,7 +63,9 @@ def test_all_ranks_wait_for_the_heaviest():
 
 @settings(max_examples=60, deadline=None)
 @given(pipelines_with_times())
-def test_no_pass_starts_before_what_it_waits_for_and_stages_do_one_at_a_time(case: tuple[Pipeline, np.ndarray]):
+def test_no_pass_starts_before_what_it_waits_for_and_stages_do_one_at_a_time(
+    case: tuple[Pipeline, np.ndarray],
+):
     pipeline, times = case
     drawn = timeline(pipeline, times)
     passes = drawn.passes
@@ -86,7 +90,9 @@ def test_no_times_in_any_order_take_less_than_the_bound(case: tuple[Pipeline, np
 
 @settings(max_examples=40, deadline=None)
 @given(pipelines_with_times())
-def test_the_order_found_is_a_permutation_and_no_slower_than_the_heuristics(case: tuple[Pipeline, np.ndarray]):
+def test_the_order_found_is_a_permutation_and_no_slower_than_the_heuristics(
+    case: tuple[Pipeline, np.ndarray],
+):
     pipeline, times = case
     order = fastest_order(pipeline, times, effort=20_000)
     assert sorted(order.tolist()) == list(range(len(times)))
@@ -120,7 +126,10 @@ def test_shapes_keep_their_limits():
 
 
 def test_a_forced_long_micro_step_raises_the_bound():
-    free, forced = least_makespan(Pipeline(4), 8, 8.0, 8.0), least_makespan(Pipeline(4), 8, 8.0, 8.0, longest=3.0)
+    free, forced = (
+        least_makespan(Pipeline(4), 8, 8.0, 8.0),
+        least_makespan(Pipeline(4), 8, 8.0, 8.0, longest=3.0),
+    )
     assert forced > 1.05 * free
 
 

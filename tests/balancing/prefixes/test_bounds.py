@@ -29,7 +29,9 @@ def loads(groups: Groups, places, count):
     """Tokens, workload and sequences of each micro-batch."""
     keys = np.unique(places * len(groups.shared) + groups.group)
     place, group = keys // len(groups.shared), keys % len(groups.shared)
-    tokens = np.bincount(places, groups.own_tokens, count) + np.bincount(place, groups.shared_tokens[group], count)
+    tokens = np.bincount(places, groups.own_tokens, count) + np.bincount(
+        place, groups.shared_tokens[group], count
+    )
     work = np.bincount(places, groups.own, count) + np.bincount(place, groups.shared[group], count)
     return tokens, work, np.bincount(places, minlength=count)
 
@@ -60,7 +62,9 @@ def test_no_plan_is_below_the_bounds(batch, max_sequences):
 
 
 def test_a_group_above_the_cap_computes_its_prefix_in_every_part():
-    """50 tokens are left beside a prefix of 100: 4 sequences of 10 in each of 4 micro-batches, 5 by tokens."""
+    """50 tokens are left beside a prefix of 100: 4 sequences of 10 in each of 4 micro-batches, 5
+    by tokens.
+    """
     groups = groups_of([10] * 16, [16], [100])
     assert fewest_parts(groups, 150, 16).tolist() == [4]
     assert fewest_parts(groups, 150, 3).tolist() == [6]

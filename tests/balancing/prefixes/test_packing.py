@@ -139,7 +139,10 @@ def filled_one_by_one(groups: Groups, order, levels, max_tokens: int, max_sequen
                 cut_for.add(place)
                 load, room, sequences = left_of[place]
                 taken = max(
-                    (cut(groups, rows[start:], load - shared, room - shared_tokens, sequences) for start in range(8)),
+                    (
+                        cut(groups, rows[start:], load - shared, room - shared_tokens, sequences)
+                        for start in range(8)
+                    ),
                     key=lambda part: sum(groups.own[part]),
                 )
             else:
@@ -184,7 +187,9 @@ def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
 
 
 def test_a_group_is_cut_where_a_micro_batch_is_full():
-    """Three groups of 50 tokens on two ranks: one of them is divided, so that no rank computes two whole ones."""
+    """Three groups of 50 tokens on two ranks: one of them is divided, so that no rank computes two whole
+    ones.
+    """
     plan = planned([20] * 12, [10] * 3, 4, ranks=2, max_tokens=100)
     assert plan.mini_batches[0].steps == 1
     assert plan.shared.sum() == (12 - 4) * 10
@@ -279,6 +284,11 @@ def test_of_a_beginning_whole_multiples_of_the_alignment_count():
     ],
 )
 def test_contradictions_are_refused(arguments, error, text):
-    given_arguments = {"prefix_groups": [0, 0], "prefix_lengths": [3, 3], "ranks": 1, "max_tokens": 100} | arguments
+    given_arguments = {
+        "prefix_groups": [0, 0],
+        "prefix_lengths": [3, 3],
+        "ranks": 1,
+        "max_tokens": 100,
+    } | arguments
     with pytest.raises(error, match=text):
         plan_batch([4, 5], **given_arguments)

@@ -34,7 +34,10 @@ def test_a_sequence_that_fits_nowhere_is_left_out():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.integers(1, 40), min_size=4, max_size=40), st.integers(1, 4), st.integers(40, 120), st.integers(1, 12)
+    st.lists(st.integers(1, 40), min_size=4, max_size=40),
+    st.integers(1, 4),
+    st.integers(40, 120),
+    st.integers(1, 12),
 )
 def test_m3_m4_repaired_groups_keep_the_caps_and_none_is_empty(lengths, count, max_tokens, max_sequences):
     sizes = np.sort(np.array(lengths))[::-1].copy()

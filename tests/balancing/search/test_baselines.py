@@ -75,7 +75,9 @@ def test_d1_roll_sorts_by_the_true_length_and_keeps_the_order_of_ties():
 
 def test_roll_makes_mini_batches_correlate_with_length():
     lengths = np.random.default_rng(0).integers(1, 100, 64)
-    mini_batches = steps_of("roll", lengths, ranks=2, max_tokens=200, mini_batches=np.array_split(np.arange(64), 4))
+    mini_batches = steps_of(
+        "roll", lengths, ranks=2, max_tokens=200, mini_batches=np.array_split(np.arange(64), 4)
+    )
     tokens = [sum(int(lengths[rows].sum()) for step in m for rows in step) for m in mini_batches]
     assert tokens == sorted(tokens)
     assert tokens[-1] > 3 * tokens[0]
@@ -104,7 +106,9 @@ def test_plans_of_other_systems_do_not_depend_on_the_order_given(name, order):
     loads = []
     for own in (lengths, lengths[np.array(order)]):
         plan = plan_batch(own, ranks=3, max_tokens=80, algorithm=name)
-        loads.append([sorted(sorted(own[rows].tolist()) for rows in s.ranks) for s in plan.mini_batches[0].micro_steps])
+        loads.append(
+            [sorted(sorted(own[rows].tolist()) for rows in s.ranks) for s in plan.mini_batches[0].micro_steps]
+        )
     assert loads[0] == loads[1]
 
 

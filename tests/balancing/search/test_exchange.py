@@ -31,7 +31,9 @@ def cases(draw):
     equal_size = draw(st.booleans())
     group_of = np.arange(len(weights)) % count
     if not equal_size:
-        group_of = np.array(draw(st.lists(st.integers(0, count - 1), min_size=len(weights), max_size=len(weights))))
+        group_of = np.array(
+            draw(st.lists(st.integers(0, count - 1), min_size=len(weights), max_size=len(weights)))
+        )
     tokens = int(np.bincount(group_of, weights=sizes, minlength=count).max()) + draw(st.integers(0, 30))
     sequences = int(np.bincount(group_of).max()) + draw(st.integers(0, 2))
     return Grouping(group_of, count), weights, sizes, Caps(tokens, sequences), equal_size
@@ -49,7 +51,14 @@ def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(cas
     assert after.sums(weights).max() <= before.sums(weights).max()
     order = np.argsort(-weights, kind="stable")
     arguments = (weights[order], sizes[order].astype(float), before.group_of[order], before.count)
-    limits = (float(caps.max_tokens), float(caps.max_sequences), equal_size, only_heaviest, weights.mean(), 10_000_000)
+    limits = (
+        float(caps.max_tokens),
+        float(caps.max_sequences),
+        equal_size,
+        only_heaviest,
+        weights.mean(),
+        10_000_000,
+    )
     interpreted = getattr(exchange_until_even, "py_func", exchange_until_even)
     assert exchange_until_even(*arguments, *limits).tolist() == interpreted(*arguments, *limits).tolist()
 
@@ -59,7 +68,8 @@ def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(cas
     [
         ([[0, 1, 2], [3]], [4, 3, 3, 4], False, [7, 7]),  # a move
         ([[0, 1], [2, 3]], [9, 8, 2, 1], True, [10, 10]),  # one for one
-        # 62 against 58: one for one changes them by 5, 12, .. or by less than nothing; 10 and 2 for 5 and 5 takes 2.
+        # 62 against 58: one for one changes them by 5, 12, .. or by less than nothing; 10 and 2 for 5 and 5
+        # takes 2.
         ([[0, 1, 2, 3], [4, 5, 6, 7]], [40, 10, 10, 2, 28, 20, 5, 5], True, [60, 60]),
     ],
 )
@@ -94,4 +104,7 @@ def test_only_heaviest_leaves_the_others_as_they_are():
 
 @pytest.mark.parametrize("only_heaviest", [True, False])
 def test_target_ends_the_search(only_heaviest):
-    assert evened([[0, 1], [2, 3]], [9, 8, 2, 1], only_heaviest=only_heaviest, target=17.0) == [[0, 1], [2, 3]]
+    assert evened([[0, 1], [2, 3]], [9, 8, 2, 1], only_heaviest=only_heaviest, target=17.0) == [
+        [0, 1],
+        [2, 3],
+    ]

@@ -82,7 +82,9 @@ def test_level_is_the_lightest_bin_with_room_found_one_by_one(sizes, count, cap,
         open_bins = [
             (loads[each], each)
             for each, rows in enumerate(inside)
-            if sizes[rows].sum() + sizes[index] <= cap and len(rows) < most and loads[each] + weights[index] <= level
+            if sizes[rows].sum() + sizes[index] <= cap
+            and len(rows) < most
+            and loads[each] + weights[index] <= level
         ]
         expected[index] = min(open_bins)[1] if open_bins else -1
     order = np.flatnonzero(before < 0)
@@ -91,8 +93,16 @@ def test_level_is_the_lightest_bin_with_room_found_one_by_one(sizes, count, cap,
 
 def test_level_counts_what_is_placed_already():
     weights, placed = np.array([5.0, 4.0, 3.0]), np.array([0, -1, -1])
-    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9).tolist() == [0, 1, 1]
-    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 1, 9.0, 10, 9).tolist() == [0, 0, -1]
+    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9).tolist() == [
+        0,
+        1,
+        1,
+    ]
+    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 1, 9.0, 10, 9).tolist() == [
+        0,
+        0,
+        -1,
+    ]
 
 
 @settings(deadline=None)

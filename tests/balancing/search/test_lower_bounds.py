@@ -12,7 +12,12 @@ from balancing.search.lower_bounds import fewest_bins, mean_bound, step_time_bou
 
 def bound_of(sizes, weights, ranks, steps, cap, most=99):
     return step_time_bound(
-        np.array(sizes), np.array(weights, float), ranks=ranks, steps=steps, max_tokens=cap, max_sequences=most
+        np.array(sizes),
+        np.array(weights, float),
+        ranks=ranks,
+        steps=steps,
+        max_tokens=cap,
+        max_sequences=most,
     )
 
 
@@ -20,7 +25,9 @@ def least_time_by_force(sizes, weights, ranks, steps, cap, most):
     """None where nothing fits."""
     least = None
     for places in product(range(ranks * steps), repeat=len(sizes)):
-        tokens, loads, counts = (np.bincount(places, values, ranks * steps) for values in (sizes, weights, None))
+        tokens, loads, counts = (
+            np.bincount(places, values, ranks * steps) for values in (sizes, weights, None)
+        )
         if tokens.max() <= cap and counts.max() <= most:
             time = loads.reshape(steps, ranks).max(axis=1).sum()
             least = time if least is None else min(least, time)
@@ -49,7 +56,8 @@ def test_without_long_sequences_the_bound_is_workload_over_ranks():
 
 
 def test_one_long_sequence_holds_a_step_up():
-    # It lasts 100; the other rank computes at most 10 tokens meanwhile, and two ranks share the 10 that are left.
+    # It lasts 100; the other rank computes at most 10 tokens meanwhile, and two ranks share the 10 that are
+    # left.
     bound = bound_of([10, *[1] * 20], [100, *[1] * 20], 2, 2, 10)
     assert (bound.time, bound.long_steps) == (100 + 10 / 2, 1)
 

@@ -1,4 +1,6 @@
-"""Micro-batches under caps: worked examples, failings of earlier systems, and invariants over random batches."""
+"""Micro-batches under caps: worked examples, failings of earlier systems, and invariants over
+random batches.
+"""
 
 from itertools import product
 
@@ -129,7 +131,10 @@ def test_one_more_micro_batch_is_tried_where_the_bound_cannot_be_attained(algori
 def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
     lengths = np.arange(20, 50)
     shuffled = lengths[np.array(order)]
-    grouped = [[sorted(own[group].tolist()) for group in pack(own, 120, layout=layout)] for own in (lengths, shuffled)]
+    grouped = [
+        [sorted(own[group].tolist()) for group in pack(own, 120, layout=layout)]
+        for own in (lengths, shuffled)
+    ]
     assert grouped[0] == grouped[1]
 
 
@@ -141,13 +146,17 @@ def test_best_fit_takes_at_most_its_bound(lengths, cap, most):
 
 
 def test_the_bound_of_best_fit_is_near_the_fewest_if_short_sequences_fill_what_long_ones_leave():
-    sizes, cap = np.clip(np.random.default_rng(0).lognormal(np.log(1500), 0.9, 1 << 16), 16, 16_384).astype(int), 32_768
+    sizes, cap = (
+        np.clip(np.random.default_rng(0).lognormal(np.log(1500), 0.9, 1 << 16), 16, 16_384).astype(int),
+        32_768,
+    )
     fewest = fewest_bins(sizes, cap, len(sizes))
     assert fewest <= most_by_best_fit(sizes, Caps(cap, len(sizes))) <= 1.01 * fewest
 
 
 def test_v6_full_micro_batches_are_found_and_even():
-    # 99.9 % full: neither longest-first nor best-fit-decreasing alone gives even loads in the fewest micro-batches.
+    # 99.9 % full: neither longest-first nor best-fit-decreasing alone gives even loads in the fewest
+    # micro-batches.
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 4096), 16, 8192).astype(int)
     workloads = lengths * (7e4 + lengths.astype(float))
     groups = pack(lengths, 16384, workloads=workloads)

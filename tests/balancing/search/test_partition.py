@@ -33,7 +33,9 @@ def test_weights_are_taken_from_the_heaviest_on_equal_ones_in_their_order(weight
 
 
 def differencing_by_the_book(weights, k):
-    """Largest differencing as published, every weight with k - 1 empty sets at first. Returns the sorted sums."""
+    """Largest differencing as published, every weight with k - 1 empty sets at first. Returns the sorted
+    sums.
+    """
     return join_solutions([[0] * (k - 1) + [w] for w in sorted(weights, reverse=True)])
 
 
@@ -51,7 +53,12 @@ def join_solutions(solutions):
 
 
 @settings(deadline=None)
-@given(weights=weight_lists, k=st.integers(1, 12), equal_size=st.booleans(), algorithm=st.sampled_from(ALGORITHMS))
+@given(
+    weights=weight_lists,
+    k=st.integers(1, 12),
+    equal_size=st.booleans(),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
 def test_v2_every_index_is_in_one_set_sorted_and_counts_are_kept(weights, k, equal_size, algorithm):
     k = min(k, len(weights))
     sets = partition(weights, k, equal_size=equal_size, algorithm=algorithm)
@@ -65,23 +72,36 @@ def test_v2_every_index_is_in_one_set_sorted_and_counts_are_kept(weights, k, equ
 
 
 @settings(deadline=None)
-@given(weights=weight_lists, k=st.integers(1, 12), equal_size=st.booleans(), algorithm=st.sampled_from(ALGORITHMS))
+@given(
+    weights=weight_lists,
+    k=st.integers(1, 12),
+    equal_size=st.booleans(),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
 def test_more_sets_than_weights_leave_empty_ones_when_allowed(weights, k, equal_size, algorithm):
     sets = partition(weights, len(weights) + k, equal_size=equal_size, algorithm=algorithm, allow_empty=True)
     assert sorted(len(indices) for indices in sets) == [0] * k + [1] * len(weights)
 
 
 @settings(deadline=None)
-@given(weights=st.permutations([3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]), algorithm=st.sampled_from(ALGORITHMS))
+@given(
+    weights=st.permutations([3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
 def test_distinct_weights_are_split_alike_in_any_order(weights, algorithm):
     ordered = sorted(weights)
     expected = {frozenset(np.array(ordered)[s].tolist()) for s in partition(ordered, 3, algorithm=algorithm)}
-    assert {frozenset(np.array(weights)[s].tolist()) for s in partition(weights, 3, algorithm=algorithm)} == expected
+    assert {
+        frozenset(np.array(weights)[s].tolist()) for s in partition(weights, 3, algorithm=algorithm)
+    } == expected
 
 
 def test_p8_differencing_of_the_textbook_example():
     # 8, 7, 6, 5, 4 in two sets: differencing ends at 16 and 14 (the optimum is 15 and 15).
-    assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2, algorithm="karmarkar_karp"))) == [14, 16]
+    assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2, algorithm="karmarkar_karp"))) == [
+        14,
+        16,
+    ]
     assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2))) == [15, 15]
 
 
@@ -128,7 +148,9 @@ def test_without_numba_there_is_one_warning_and_the_same_partitions():
     plans, messages = json.loads(done.stdout)
     assert len(messages) == 1
     assert "Numba cannot be imported" in messages[0]
-    assert plans == [[s.tolist() for s in partition(weights, k, **options)] for weights, k, options in requests]
+    assert plans == [
+        [s.tolist() for s in partition(weights, k, **options)] for weights, k, options in requests
+    ]
 
 
 @settings(deadline=None)

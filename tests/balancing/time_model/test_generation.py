@@ -15,7 +15,9 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
 def step_by_step(prompts: list[int], responses: list[int], slots: int) -> list[tuple[int, int]]:
-    """Running requests and their tokens in every engine step, in which each finished one makes room for the next."""
+    """Running requests and their tokens in every engine step, in which each finished one makes room for the
+    next.
+    """
     waiting, running, found = deque(zip(prompts, responses, strict=True)), [], []
     while waiting or running:
         while waiting and len(running) < slots:
@@ -27,7 +29,9 @@ def step_by_step(prompts: list[int], responses: list[int], slots: int) -> list[t
 
 
 @given(lengths, st.integers(1, 30))
-def test_batches_are_those_of_an_engine_that_samples_one_token_at_a_time(responses: list[int], slots: int) -> None:
+def test_batches_are_those_of_an_engine_that_samples_one_token_at_a_time(
+    responses: list[int], slots: int
+) -> None:
     work = Workload([7] * len(responses), responses, samples_per_prompt=1)
     prompts, starts, ends, weight = _starts(work, 1, slots)
     assert weight == 1.0
@@ -43,7 +47,9 @@ def test_batches_are_those_of_an_engine_that_samples_one_token_at_a_time(respons
 
 @given(lengths, st.integers(1, 4))
 def test_the_engine_with_the_longest_response_is_simulated(responses: list[int], engines: int) -> None:
-    _, starts, ends, _ = _starts(Workload([1] * len(responses), responses, samples_per_prompt=1), engines, 1000)
+    _, starts, ends, _ = _starts(
+        Workload([1] * len(responses), responses, samples_per_prompt=1), engines, 1000
+    )
     assert (ends - starts).max() == max(responses)
     assert len(starts) == -(-len(responses) // engines)
 
@@ -66,7 +72,9 @@ def test_an_engine_step_reads_weights_and_keys_once() -> None:
 
 
 def test_experts_are_read_as_far_as_a_batch_uses_them() -> None:
-    shape = ModelShape(2, 64, 100, 1000.0, 300.0, 8.0, 16, experts=10, experts_active=1, expert_parameters=800.0)
+    shape = ModelShape(
+        2, 64, 100, 1000.0, 300.0, 8.0, 16, experts=10, experts_active=1, expert_parameters=800.0
+    )
     model = (shape, Layout(), MACHINES["H100"], Efficiency(decode=1.0))
     one, many = engine_step(*model, np.array([1.0, 1000.0]), np.zeros(2))[0].tolist()
     assert one == pytest.approx((1000 - 0.9 * 800) * 2 / 3350e9)
@@ -82,6 +90,10 @@ def test_memory_limits_the_requests_of_an_engine() -> None:
 
 def test_a_group_is_read_once_by_whole_blocks() -> None:
     machine, layout = MACHINES["H100"], Layout(engines=1)
-    alone = generation(SHAPE, layout, Workload([40] * 8, [10] * 8, samples_per_prompt=1), machine, Efficiency())
-    shared = generation(SHAPE, layout, Workload([40] * 8, [10] * 8, samples_per_prompt=8), machine, Efficiency())
+    alone = generation(
+        SHAPE, layout, Workload([40] * 8, [10] * 8, samples_per_prompt=1), machine, Efficiency()
+    )
+    shared = generation(
+        SHAPE, layout, Workload([40] * 8, [10] * 8, samples_per_prompt=8), machine, Efficiency()
+    )
     assert shared.prefill / alone.prefill == pytest.approx((8 * 40 - 7 * 32) / (8 * 40))

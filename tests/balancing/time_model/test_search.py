@@ -13,7 +13,12 @@ from balancing.time_model.search import Problem, best_layouts, engine_halves, tr
 
 SEVEN = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
 SEVEN |= {"num_key_value_heads": 4, "vocab_size": 152_064}
-THIRTY_TWO = {"hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64, "num_attention_heads": 40}
+THIRTY_TWO = {
+    "hidden_size": 5120,
+    "intermediate_size": 27_648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+}
 THIRTY_TWO |= {"num_key_value_heads": 8, "vocab_size": 152_064}
 SHARES = {"colocated": 40.0, "apart": 72.0}
 
@@ -35,11 +40,15 @@ MEASURED = [
     (THIRTY_TWO, {"dp": 64, "replicate": 2}, 1.0, 40.2),
     (THIRTY_TWO, {"dp": 64, "max_tokens": 8192}, 1.0, 24.2),
 ]
-"""Model, layout, recomputed share, and GiB of an update by controller.preflight.memory.measure, torch 2.13."""
+"""Model, layout, recomputed share, and GiB of an update by controller.preflight.memory.measure,
+torch 2.13.
+"""
 
 
 @pytest.mark.parametrize(("model", "degrees", "recomputed", "measured"), MEASURED)
-def test_memory_is_that_of_the_simulated_gpu(model: dict, degrees: dict, recomputed: float, measured: float) -> None:
+def test_memory_is_that_of_the_simulated_gpu(
+    model: dict, degrees: dict, recomputed: float, measured: float
+) -> None:
     layout = Layout(**{"max_tokens": 16_384, "recomputed": recomputed} | degrees)
     kept, passing = training_gib(ModelShape.from_model_config(model), layout, Needs())
     assert passing == pytest.approx(measured, rel=0.05)
@@ -52,9 +61,15 @@ def test_the_first_layouts_are_those_of_the_exhaustive_search(data: st.DataObjec
     rng = data.draw(st.integers(0, 2**31))
     lengths = [1 + (rng * (place + 1)) % 3000 for place in range(32)]
     experts = (
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512} if data.draw(st.booleans()) else {}
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+        if data.draw(st.booleans())
+        else {}
     )
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": data.draw(st.integers(2, 40))}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": data.draw(st.integers(2, 40)),
+    }
     model = sizes | {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000} | experts
     problem = Problem(
         ModelShape.from_model_config(model),
@@ -63,12 +78,17 @@ def test_the_first_layouts_are_those_of_the_exhaustive_search(data: st.DataObjec
         Efficiency(),
     )
     nodes, gpus = data.draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (4, 2)]))
-    base, needs = Layout(nodes=nodes, gpus_per_node=gpus, max_tokens=data.draw(st.integers(1000, 40_000))), Needs()
+    base, needs = (
+        Layout(nodes=nodes, gpus_per_node=gpus, max_tokens=data.draw(st.integers(1000, 40_000))),
+        Needs(),
+    )
     room = data.draw(st.floats(5.0, 80.0))
     engines = [(ranks, half) for ranks, half in engine_halves(base, SHARES)]
 
     def fits(layout: Layout) -> bool:
-        return training_gib(problem.shape, layout, needs)[1] <= room and engine_holds(problem.shape, layout, needs)
+        return training_gib(problem.shape, layout, needs)[1] <= room and engine_holds(
+            problem.shape, layout, needs
+        )
 
     def halves(ranks: int) -> list:
         return list(training_halves(base, ranks, problem.shape.experts))

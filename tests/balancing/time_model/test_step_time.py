@@ -25,7 +25,9 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert SHAPE.parameters == pytest.approx(7.61e9, rel=0.005)
     moe = ModelShape.from_model_config(QWEN3_30B_A3B)
     assert moe.parameters == pytest.approx(30.5e9, rel=0.005)
-    assert moe.active + moe.hidden * moe.vocabulary == pytest.approx(3.35e9, rel=0.01)  # the embedding is not read
+    assert moe.active + moe.hidden * moe.vocabulary == pytest.approx(
+        3.35e9, rel=0.01
+    )  # the embedding is not read
     assert SHAPE.kv == 28 * 2 * 4 * 128
 
 
@@ -73,13 +75,13 @@ def test_an_update_takes_the_time_of_its_products() -> None:
     assert found.update == pytest.approx(flops / 989.4e12, rel=1e-3)
     assert found.collectives == 0.0
     recomputing = replace(layout, recomputed=1.0)
-    assert training(SHAPE, recomputing, one, machine, Efficiency(matmul=1.0, attention=1.0)).update == pytest.approx(
-        flops * 4 / 3 / 989.4e12, rel=1e-3
-    )
+    assert training(
+        SHAPE, recomputing, one, machine, Efficiency(matmul=1.0, attention=1.0)
+    ).update == pytest.approx(flops * 4 / 3 / 989.4e12, rel=1e-3)
     frozen = replace(SHAPE, trained=1.0)
-    assert training(frozen, layout, one, machine, Efficiency(matmul=1.0, attention=1.0)).update == pytest.approx(
-        (2 * products + 3 * scores) / 989.4e12, rel=1e-3
-    )
+    assert training(
+        frozen, layout, one, machine, Efficiency(matmul=1.0, attention=1.0)
+    ).update == pytest.approx((2 * products + 3 * scores) / 989.4e12, rel=1e-3)
     assert training(SHAPE, layout, one, H100, Efficiency(elementwise=1.0)).optimizer == pytest.approx(
         SHAPE.parameters * OF_OPTIMIZER / 3350e9
     )
@@ -102,7 +104,9 @@ def test_a_custom_machine_has_its_own_figures() -> None:
 def test_staleness_gains_what_the_simulated_schedule_gains(staleness: int, faster: float) -> None:
     """docs/schedule-benchmark.md: 4 engines of 64 samples, a trainer of 14,000 tokens/s, the window 0.3."""
     rng = np.random.default_rng(0)
-    simulated = Workload(np.zeros(256, int), np.minimum(16384, 1 + rng.lognormal(np.log(1500), 1.0, 256)).astype(int))
+    simulated = Workload(
+        np.zeros(256, int), np.minimum(16384, 1 + rng.lognormal(np.log(1500), 1.0, 256)).astype(int)
+    )
     rate = 14_000 * 3 * 2 * SHAPE.active / 1e12
     machine = replace(
         machine_named("H100", tflops=rate, bandwidth=1e9, link=1e9, network=1e9),
@@ -112,7 +116,8 @@ def test_staleness_gains_what_the_simulated_schedule_gains(staleness: int, faste
     efficiency = Efficiency(matmul=1.0, attention=1e6, prefill=1e6)
     layout = Layout(placement="apart", engines=4, max_concurrent=64, engine_gib=1e6, shared_prompts=False)
     before, after = (
-        step_time(SHAPE, replace(layout, staleness=each), simulated, machine, efficiency) for each in (0, staleness)
+        step_time(SHAPE, replace(layout, staleness=each), simulated, machine, efficiency)
+        for each in (0, staleness)
     )
     assert before.phases["update"].seconds == pytest.approx(simulated.totals[0] / 14_000, rel=0.01)
     assert before.seconds / after.seconds == pytest.approx(faster, rel=0.15)

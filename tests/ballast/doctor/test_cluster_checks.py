@@ -31,9 +31,16 @@ def test_a_task_on_every_node_brings_its_findings_and_a_lost_node_an_error(ray_s
 
 @pytest.mark.parametrize(
     ("gpus", "seen", "on_gpus", "status"),
-    [(0.0, 0, False, Status.OK), (8.0, 8, True, Status.OK), (0.0, 8, True, Status.FAIL), (0.0, 0, True, Status.FAIL)],
+    [
+        (0.0, 0, False, Status.OK),
+        (8.0, 8, True, Status.OK),
+        (0.0, 8, True, Status.FAIL),
+        (0.0, 0, True, Status.FAIL),
+    ],
 )
-def test_ray_must_offer_the_gpus_that_torch_sees(gpus: float, seen: int, on_gpus: bool, status: Status) -> None:
+def test_ray_must_offer_the_gpus_that_torch_sees(
+    gpus: float, seen: int, on_gpus: bool, status: Status
+) -> None:
     found = offered([node("10.0.0.1", CPU=16.0, GPU=gpus, object_store_memory=8.0 * GIB)], seen, on_gpus)
     assert found.status is status
     assert f"1 node, 16 CPUs, {gpus:g} GPUs, object store of 8.0 GiB on a node" in found.text
@@ -53,7 +60,9 @@ def test_every_check_is_made_though_those_before_it_fail(
     tried: list[str] = []
     monkeypatch.setattr(smoke_test, "all_reduce", broken)
     monkeypatch.setattr(smoke_test, "train_two_steps", lambda config, _: tried.append(config.model.path))
-    config = load(write_workspace(tmp_path), [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'a/b'}"])
+    config = load(
+        write_workspace(tmp_path), [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'a/b'}"]
+    )
     (tmp_path / "made").mkdir()
     report = Report()
     check_cluster(config, report, tmp_path / "made", of_a_run=True, model="given")
@@ -73,7 +82,9 @@ def test_a_run_folder_that_cannot_be_made_is_a_failure(tmp_path: Path) -> None:
     assert (found.name, found.status) == ("run.dir", Status.FAIL)
 
 
-def test_without_a_model_a_tiny_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None) -> None:
+def test_without_a_model_a_tiny_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
     used: list[str] = []
     monkeypatch.setattr(smoke_test, "all_reduce", lambda *_: ok("all-reduce", ""))
     monkeypatch.setattr(smoke_test, "train_two_steps", lambda config, _: used.append(config.model.path))

@@ -32,7 +32,11 @@ CARD = Gpu("NVIDIA H100 80GB HBM3", 79.1, 78.5)
 def test_this_machine_has_every_line(tmp_path: Path) -> None:
     (tmp_path / "mark").touch()
     write_model(tmp_path / "model")
-    models = {"model.path": str(tmp_path / "model"), "critic.path": str(tmp_path / "gone"), "reference.path": ""}
+    models = {
+        "model.path": str(tmp_path / "model"),
+        "critic.path": str(tmp_path / "gone"),
+        "reference.path": "",
+    }
     findings, count = look("127.0.0.1", ["torch"], marker=str(tmp_path / "mark"), paths=models)
     assert [each.name for each in findings] == [*NODE_LINES, "run.dir", "critic.path"]
     lines = {each.name: each for each in findings}
@@ -54,12 +58,32 @@ def test_this_machine_has_every_line(tmp_path: Path) -> None:
         (lambda: versions(["torch==1.0"]), FAIL, "is not ==1.0", "pip install 'torch==1.0'"),
         (lambda: gpu_findings([], "driver too old", True), FAIL, "driver too old", "CUDA_VISIBLE_DEVICES"),
         (lambda: gpu_findings([], "a CPU build", False), OK, "models run on CPUs", ""),
-        (lambda: gpu_findings([CARD] * 8, "", True), OK, "8 x NVIDIA H100 80GB HBM3, 78.5 of 79.1 GiB free", ""),
-        (lambda: gpu_findings([CARD, Gpu("", 79.1, 20.0)], "", True), WARN, "20.0 of 79.1 GiB free", "nvidia-smi"),
+        (
+            lambda: gpu_findings([CARD] * 8, "", True),
+            OK,
+            "8 x NVIDIA H100 80GB HBM3, 78.5 of 79.1 GiB free",
+            "",
+        ),
+        (
+            lambda: gpu_findings([CARD, Gpu("", 79.1, 20.0)], "", True),
+            WARN,
+            "20.0 of 79.1 GiB free",
+            "nvidia-smi",
+        ),
         (lambda: shared_memory(8.0, 8, 4.0), OK, "8.0 GiB", ""),
-        (lambda: shared_memory(0.0625, 8, 4.0), FAIL, "0.1 GiB", "NCCL needs it between GPUs; start containers with"),
+        (
+            lambda: shared_memory(0.0625, 8, 4.0),
+            FAIL,
+            "0.1 GiB",
+            "NCCL needs it between GPUs; start containers with",
+        ),
         (lambda: shared_memory(0.0625, 1, 4.0), WARN, "0.1 GiB", "--shm-size=16g"),
-        (lambda: shared_memory(2.0, 8, 4.0), WARN, "less than Ray's object store of 4.0 GiB", "--shm-size=16g"),
+        (
+            lambda: shared_memory(2.0, 8, 4.0),
+            WARN,
+            "less than Ray's object store of 4.0 GiB",
+            "--shm-size=16g",
+        ),
         (lambda: network("127.0.0.1", 1), OK, "lo carries 127.0.0.1", ""),
         (lambda: network("127.0.0.1", 2), FAIL, "lo carries 127.0.0.1", "--node-ip-address"),
         (lambda: network("203.0.113.1", 1), FAIL, "no interface carries 203.0.113.1", "--node-ip-address"),
@@ -74,10 +98,15 @@ def test_a_fact_is_judged_with_what_to_change(
     assert advice in found.advice
 
 
-def test_gpus_that_torch_cannot_use_are_a_warning_where_cpus_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_use_are_a_warning_where_cpus_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Path, "glob", lambda path, pattern: [Path("/dev/nvidia0")])
     found = gpu_findings([], "Torch not compiled with CUDA enabled", on_gpus=False)
-    assert (found.status, found.text) == (WARN, "torch cannot use nvidia0: Torch not compiled with CUDA enabled")
+    assert (found.status, found.text) == (
+        WARN,
+        "torch cannot use nvidia0: Torch not compiled with CUDA enabled",
+    )
 
 
 def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +118,9 @@ def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_ranks_allocator_is_tried_with_both_kinds_of_segments(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+def test_ranks_allocator_is_tried_with_both_kinds_of_segments(
+    monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
     used: list[str] = []
 
     def allocate(*_: object, **__: object) -> None:
@@ -104,7 +135,9 @@ def test_ranks_allocator_is_tried_with_both_kinds_of_segments(monkeypatch: pytes
     assert allocator_findings([]) == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Found no NVIDIA driver\non your system"), AssertionError("CPU build")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Found no NVIDIA driver\non your system"), AssertionError("CPU build")]
+)
 def test_torchs_reason_for_seeing_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def init() -> None:
         raise error

@@ -10,7 +10,9 @@ from ballast.doctor.report import Report, Status, fail, joined, ok, warn
 
 def test_a_line_says_status_what_was_found_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report()
-    report.add(ok("GPUs", "none"), warn("open files", "at most 1,024", "raise it"), fail("driver", "old", "install"))
+    report.add(
+        ok("GPUs", "none"), warn("open files", "at most 1,024", "raise it"), fail("driver", "old", "install")
+    )
     assert capsys.readouterr().out.splitlines() == [
         "ok    GPUs: none",
         "warn  open files: at most 1,024; raise it",

@@ -1,4 +1,6 @@
-"""The all-reduce by real ranks, and the two steps on stand-ins; tests/end_to_end/test_doctor.py has the real ones."""
+"""The all-reduce by real ranks, and the two steps on stand-ins; tests/end_to_end/test_doctor.py has the real
+ones.
+"""
 
 from pathlib import Path
 
@@ -40,7 +42,9 @@ def test_the_two_steps_are_a_run_with_the_devices_placement_and_type_of_the_user
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     StandIns(monkeypatch)  # its ledger raises where two owners of a GPU meet
-    asked = load(None, ["model.path=none", "run.name=r", "resources.device=cuda", f"rollout.placement={placement}"])
+    asked = load(
+        None, ["model.path=none", "run.name=r", "resources.device=cuda", f"rollout.placement={placement}"]
+    )
     asked.model.dtype = "float32"
     config = smoke_test.settings_for(asked, smoke_test.tiny_model(tmp_path / "model"), tmp_path)
     assert (config.policy.data_parallel, config.rollout.replicas, config.compute_dtype) == (1, 1, "float32")

@@ -42,7 +42,12 @@ BASES: dict[str, dict[str, Any]] = {
         "train.batch_size": 128,
     },
     "TRL": {"num_generations": 4, "per_device_train_batch_size": 4, "steps_per_generation": 4},
-    "slime": {"hf-checkpoint": "m", "rollout-batch-size": 64, "n-samples-per-prompt": 8, "global-batch-size": 128},
+    "slime": {
+        "hf-checkpoint": "m",
+        "rollout-batch-size": 64,
+        "n-samples-per-prompt": 8,
+        "global-batch-size": 128,
+    },
     "NeMo-RL": {
         "policy.model_name": "m",
         "grpo.num_prompts_per_step": 64,
@@ -56,7 +61,12 @@ BASES: dict[str, dict[str, Any]] = {
         "trainer.policy_mini_batch_size": 16,
         "trainer.algorithm.advantage_estimator": "gae",
     },
-    "AReaL": {"actor.path": "m", "actor.ppo_n_minibatches": 4, "train_dataset.batch_size": 64, "gconfig.n_samples": 8},
+    "AReaL": {
+        "actor.path": "m",
+        "actor.ppo_n_minibatches": 4,
+        "train_dataset.batch_size": 64,
+        "gconfig.n_samples": 8,
+    },
     "prime-rl": {
         "model.name": "m",
         "orchestrator.batch_size": 64,
@@ -155,5 +165,7 @@ def test_counts_of_steps_come_out_in_our_unit(row: Any, monkeypatch: pytest.Monk
     if unit in ("epoch", "episode"):
         assert any(line.startswith(setting) for line in migration.open)
         return
-    wanted = {("step", "update"): 40 * updates, ("update", "step"): 40 // updates}.get((unit, OURS[setting]), 40)
+    wanted = {("step", "update"): 40 * updates, ("update", "step"): 40 // updates}.get(
+        (unit, OURS[setting]), 40
+    )
     assert migration.settings[setting] == wanted

@@ -1,4 +1,6 @@
-"""Another system's configuration becomes settings that pass the checks; nothing of it disappears in silence."""
+"""Another system's configuration becomes settings that pass the checks; nothing of it disappears
+in silence.
+"""
 
 import json
 import shlex
@@ -149,7 +151,9 @@ def test_trl_arguments_become_settings_in_every_form(kind: str, capsys: pytest.C
 def test_every_key_that_is_given_is_in_the_settings_or_in_a_list() -> None:
     """All rows of the table at once, each with a value that is right there, and one that nobody takes."""
     for system in dict.fromkeys(row.system for row in ROWS if row.here):
-        rows = [row for row in counterparts() if row.system == system and row.is_of(KNOWN) and "*" not in row.key]
+        rows = [
+            row for row in counterparts() if row.system == system and row.is_of(KNOWN) and "*" not in row.key
+        ]
         found = migrate({row.key: next(iter(row.values), {"nobody": "takes this"}) for row in rows})
         assert not found.unknown, found.unknown
         check_settings(load(None, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()]))
@@ -182,7 +186,9 @@ def test_arguments_of_chat_templates_keep_their_names(recipe: dict[str, Any]) ->
         ("a\n\x1b[31m.sh", r"a\n\x1b[31m.sh"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_one_line(
+    source: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("nothing.sh").write_text("echo hello\n")
     Path("bad.yaml").write_text("a: [1\n")
     Path("bad.py").write_text("GRPOConfig(\n")
@@ -250,9 +256,17 @@ GYM = """env.should_use_nemo_gym=true env.nemo_gym.config_paths="['a.yaml']" grp
     [
         ("rl.toml", {"rollout.environment": WORDLE, "data.train": WORDLE, "run.steps": 200}, ["other"]),
         (EVAL, {"rollout.environment": "verifiers:wordle?agent.harness.id=null&select.limit=9"}, []),
-        (SKYRL, {"data.train": "a.parquet", "rollout.samples_per_prompt": 3}, ["env_class", "step_wise_trajectories"]),
+        (
+            SKYRL,
+            {"data.train": "a.parquet", "rollout.samples_per_prompt": 3},
+            ["env_class", "step_wise_trajectories"],
+        ),
         (AREAL, {"rollout.agent": "http", "rollout.samples_per_prompt": 4}, ["turn_discount"]),
-        (MILES, {"rollout.samples_per_prompt": 4}, ["custom-agent-function-path", "use-session-server", "tito-model"]),
+        (
+            MILES,
+            {"rollout.samples_per_prompt": 4},
+            ["custom-agent-function-path", "use-session-server", "tito-model"],
+        ),
         (GYM, {"rollout.samples_per_prompt": 4}, ["should_use_nemo_gym", "config_paths"]),
     ],
 )

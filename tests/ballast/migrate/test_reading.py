@@ -42,7 +42,9 @@ def test_the_branch_that_a_shell_takes_is_read(condition: str, size: int, tmp_pa
     assert recipe.notes == []
 
 
-def test_a_branch_that_only_a_shell_knows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_branch_that_only_a_shell_knows_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
         'if [ "$1" = long ]; then\n python -m x data.max_response_length=9 actor_rollout_ref.model.path=m\nfi\n'
@@ -62,7 +64,10 @@ def test_a_branch_that_only_a_shell_knows_is_named(tmp_path: Path, capsys: pytes
         ('D=$(cd "$(dirname x)/.." && pwd)\npython x --folder $D/a --n 2', {"n": 2}),
         ("accelerate launch --num_processes 8 sft.py --size 4", {"num_processes": 8, "size": 4}),
         ("ray job submit --address http://x --runtime-env-json='{}' -- python3 t.py --n 2", {"n": 2}),
-        ("trl grpo --eval_strategy no --save_strategy steps", {"eval_strategy": "no", "save_strategy": "steps"}),
+        (
+            "trl grpo --eval_strategy no --save_strategy steps",
+            {"eval_strategy": "no", "save_strategy": "steps"},
+        ),
     ],
 )
 def test_defaults_and_commands_of_a_shell_are_read(text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
@@ -112,7 +117,9 @@ def test_flags_in_the_texts_of_a_launcher_are_read(tmp_path: Path) -> None:
 def test_a_child_replaces_what_it_marks_and_what_is_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: {train: {name: a}, size: 2, kept: {one: 1}}\n")
     (tmp_path / "b.yaml").write_text("grpo: {num_prompts_per_step: 4}\n")
-    (tmp_path / "child.yaml").write_text("defaults: [a.yaml, b.yaml]\ndata: {train: [{name: b}], kept: {two: 2}}\n")
+    (tmp_path / "child.yaml").write_text(
+        "defaults: [a.yaml, b.yaml]\ndata: {train: [{name: b}], kept: {two: 2}}\n"
+    )
     recipe = read_recipe([str(tmp_path / "child.yaml")])
     wanted = {"data.train": [{"name": "b"}], "data.size": 2, "data.kept.one": 1, "data.kept.two": 2}
     assert dict(recipe) == wanted | {"grpo.num_prompts_per_step": 4}
@@ -121,7 +128,9 @@ def test_a_child_replaces_what_it_marks_and_what_is_of_another_kind(tmp_path: Pa
 
 
 def test_a_comment_tells_the_program(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("# For `trl sft --config`\nmodel_name_or_path: m\nlearning_rate: 1.0e-5\n")
+    (tmp_path / "config.yaml").write_text(
+        "# For `trl sft --config`\nmodel_name_or_path: m\nlearning_rate: 1.0e-5\n"
+    )
     assert read_recipe([str(tmp_path / "config.yaml")]).program == "trl sft"
 
 
@@ -182,6 +191,8 @@ def test_a_script_that_trains_when_it_is_imported_is_named(
     Path("train.py").write_text(SCRIPT.format(functions=functions, end=end))
     migration = migrate(read_recipe(["train.py"]))
     assert sum("trains when it is imported" in line for line in migration.open) == notes
-    assert not any("workers.reward_functions:math" in line for line in migration.open)  # the function is the user's
+    assert not any(
+        "workers.reward_functions:math" in line for line in migration.open
+    )  # the function is the user's
     assert not any("peft_config" in line for line in migration.without)
     assert migration.settings["model.lora.rank"] == 16

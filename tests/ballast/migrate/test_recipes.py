@@ -1,8 +1,8 @@
 """Recipes of nine systems, abridged, each beside what its own system reads in it.
 
-recipes/SYSTEM.yaml: a list of recipes, each with `file` (its kind), `text`, `command`, `reads` (the system's reading in
-settings of ours: its units and its defaults), `open` (settings that depend on what is not in the file) and `why` (the
-line of the system's code).
+recipes/SYSTEM.yaml: a list of recipes, each with `file` (its kind), `text`, `command`, `reads` (the system's
+reading in settings of ours: its units and its defaults), `open` (settings that depend on what is not in the
+file) and `why` (the line of the system's code).
 """
 
 from pathlib import Path
@@ -39,7 +39,9 @@ def test_a_recipe_means_what_its_own_system_reads(
     known = migration.command.known
     read = {key: migration.settings.get(key, known[key].default) for key in recipe["reads"]}
     assert read == recipe["reads"]
-    asked = [key for key in recipe.get("open", ()) if not any(line.startswith(key) for line in migration.open)]
+    asked = [
+        key for key in recipe.get("open", ()) if not any(line.startswith(key) for line in migration.open)
+    ]
     assert not asked, migration.open
 
 

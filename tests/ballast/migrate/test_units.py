@@ -48,12 +48,24 @@ PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj'
         ),
         (f"{OPENRLHF} 1024", {"batch.mini_batches": 1}),
         (f"{OPENRLHF} 256", {"batch.mini_batches": 4}),
-        (f"{DOTTED} 1024 --actor.adam.lr 5e-7", {"batch.mini_batches": 1, "policy.optimizer.learning_rate": 5e-7}),
+        (
+            f"{DOTTED} 1024 --actor.adam.lr 5e-7",
+            {"batch.mini_batches": 1, "policy.optimizer.learning_rate": 5e-7},
+        ),
         (f"{SKYRL} trainer.policy_mini_batch_size=256", {"batch.mini_batches": 4}),
         (LORA, {"model.lora.rank": 8, "model.lora.target_modules": "q_proj,v_proj"}),
-        ("trl grpo --num_generations 4 --vllm_mode server", {"rollout.placement": "apart", "rollout.replicas": 1}),
-        (f"{VERL} {OFFLOAD}param_offload=True {OFFLOAD}optimizer_offload=True", {"policy.cpu_offload": "all"}),
-        (f"{VERL} {OFFLOAD}optimizer_offload=True {OFFLOAD}param_offload=True", {"policy.cpu_offload": "all"}),
+        (
+            "trl grpo --num_generations 4 --vllm_mode server",
+            {"rollout.placement": "apart", "rollout.replicas": 1},
+        ),
+        (
+            f"{VERL} {OFFLOAD}param_offload=True {OFFLOAD}optimizer_offload=True",
+            {"policy.cpu_offload": "all"},
+        ),
+        (
+            f"{VERL} {OFFLOAD}optimizer_offload=True {OFFLOAD}param_offload=True",
+            {"policy.cpu_offload": "all"},
+        ),
     ],
 )
 def test_sizes_and_lists_of_commands_keep_their_meaning(source: str, wanted: dict[str, Any]) -> None:
@@ -115,9 +127,14 @@ def test_reward_functions_of_trl_keep_their_weights(
 
 
 def test_reward_functions_of_a_command_are_modules() -> None:
-    source = "trl grpo --num_generations 4 --reward_funcs accuracy_reward my.lib.brief --reward_weights 1.0 0.25"
+    source = (
+        "trl grpo --num_generations 4 --reward_funcs accuracy_reward my.lib.brief --reward_weights 1.0 0.25"
+    )
     migration = migrate(read_recipe([source]))
-    assert migration.settings["reward.functions"] == {"trl.rewards:accuracy_reward": 1.0, "my.lib:brief": 0.25}
+    assert migration.settings["reward.functions"] == {
+        "trl.rewards:accuracy_reward": 1.0,
+        "my.lib:brief": 0.25,
+    }
     assert any("workers.reward_functions:math" in line for line in migration.open)
 
 
@@ -129,7 +146,8 @@ OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --
     [
         (
             "trl sft --model_name_or_path m --learning_rate 2e-4 --per_device_train_batch_size 4 "
-            "--gradient_accumulation_steps 8 --max_length 4096 --num_train_epochs 2 --use_peft --lora_r 16 --packing",
+            "--gradient_accumulation_steps 8 --max_length 4096 --num_train_epochs 2 --use_peft --lora_r 16 "
+            "--packing",
             "controller.sft",
             {
                 "policy.optimizer.learning_rate": 2e-4,
@@ -142,16 +160,25 @@ OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --
         (
             "trl dpo --model_name_or_path m --beta 0.2 --loss_type ipo --learning_rate 5e-7",
             "controller.preferences",
-            {"policy.optimizer.learning_rate": 5e-7, "batch.pairs_per_step": 8, "loss.beta": 0.2, "loss.name": "ipo"},
+            {
+                "policy.optimizer.learning_rate": 5e-7,
+                "batch.pairs_per_step": 8,
+                "loss.beta": 0.2,
+                "loss.name": "ipo",
+            },
         ),
         (
             "trl reward --model_name_or_path m --center_rewards_coefficient 0.01",
             "controller.reward_model",
-            {"policy.optimizer.learning_rate": 1e-4, "loss.center_rewards_coefficient": 0.01, "data.max_tokens": 1024},
+            {
+                "policy.optimizer.learning_rate": 1e-4,
+                "loss.center_rewards_coefficient": 0.01,
+                "data.max_tokens": 1024,
+            },
         ),
         (
-            "torchrun -m verl.trainer.fsdp_sft_trainer data.train_batch_size=64 optim.lr=1e-4 data.max_length=512 "
-            "model.partial_pretrain=m model.lora_rank=32 trainer.total_epochs=3",
+            "torchrun -m verl.trainer.fsdp_sft_trainer data.train_batch_size=64 optim.lr=1e-4 "
+            "data.max_length=512 model.partial_pretrain=m model.lora_rank=32 trainer.total_epochs=3",
             "controller.sft",
             {
                 "batch.sequences_per_step": 64,
@@ -164,7 +191,12 @@ OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --
         (
             f"openrlhf.cli.train_sft {OPENRLHF_OFFLINE} --data.output_key answer",
             "controller.sft",
-            {"batch.sequences_per_step": 256, "data.max_tokens": 8192, "run.epochs": 2, "data.response_key": "answer"},
+            {
+                "batch.sequences_per_step": 256,
+                "data.max_tokens": 8192,
+                "run.epochs": 2,
+                "data.response_key": "answer",
+            },
         ),
         (
             f"openrlhf.cli.train_dpo {OPENRLHF_OFFLINE} --model.beta 0.3",
@@ -194,14 +226,20 @@ def test_recipes_for_given_sequences_become_their_own_command(
     [
         ("a.py", "SFTTrainer(model='m', args=SFTConfig(max_length=512))", "controller.sft"),
         ("a.py", "DPOTrainer('m', args=DPOConfig(beta=0.1))", "controller.preferences"),
-        ("a.py", "RewardTrainer(model='m', args=RewardConfig(learning_rate=1e-5))", "controller.reward_model"),
+        (
+            "a.py",
+            "RewardTrainer(model='m', args=RewardConfig(learning_rate=1e-5))",
+            "controller.reward_model",
+        ),
         ("a.py", "GRPOTrainer(model='m', args=GRPOConfig(num_generations=4))", "controller.fit"),
         ("a.yaml", "model_name_or_path: m\npacking: true\nlearning_rate: 2.0e-5", "controller.sft"),
         ("a.yaml", "model_name_or_path: m\nloss_type: sigmoid\nbeta: 0.1", "controller.preferences"),
         ("a.yaml", "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1", "controller.fit"),
     ],
 )
-def test_files_are_for_the_command_that_their_names_tell(tmp_path: Path, name: str, text: str, module: str) -> None:
+def test_files_are_for_the_command_that_their_names_tell(
+    tmp_path: Path, name: str, text: str, module: str
+) -> None:
     (tmp_path / name).write_text(text)
     assert migrate(read_recipe([str(tmp_path / name)])).command.module == module
 
@@ -260,7 +298,9 @@ def test_a_parent_file_is_read_and_lora_keeps_its_modules(tmp_path: Path) -> Non
     assert settings["model.lora.target_modules"] == "q_proj,v_proj"
 
 
-def test_files_are_neither_overwritten_nor_read_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_neither_overwritten_nor_read_without_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "run.sh"
     output = tmp_path / "ours.yaml"
     script.write_text(f"python main.py {VERL}\n")

@@ -1,4 +1,6 @@
-"""`python -m ballast show`: a step's recorded samples as a table, one of them as a tree, and refusals in one line."""
+"""`python -m ballast show`: a step's recorded samples as a table, one of them as a tree, and refusals in one
+line.
+"""
 
 import subprocess
 import sys
@@ -17,7 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_the_table_of_a_step_has_a_line_for_each_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_step_has_a_line_for_each_sample(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(folder), "--step", "2"]) == 0
     title, header, *lines = capsys.readouterr().out.splitlines()
     assert title.strip() == "step 2"
@@ -30,7 +34,9 @@ def test_the_table_of_a_step_has_a_line_for_each_sample(folder: Path, capsys: py
 def test_a_session_is_drawn_as_a_tree_plain_in_a_pipe(folder: Path) -> None:
     command = [sys.executable, "-m", "ballast", "show", str(folder), "--session", "2"]
     text = subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
-    assert text.startswith("step 3, session 2\nturns 6, branches 4, dropped 1, tokens 60, reward 0.500, advantage")
+    assert text.startswith(
+        "step 3, session 2\nturns 6, branches 4, dropped 1, tokens 60, reward 0.500, advantage"
+    )
     assert "branch from the start" in text
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
 
@@ -44,7 +50,13 @@ def test_held_out_responses_are_shown_too(folder: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--step", "9"), ("--step", "x"), ("--session", "0"), ("--session", "4"), ("--validation", "--step", "2")],
+    [
+        ("--step", "9"),
+        ("--step", "x"),
+        ("--session", "0"),
+        ("--session", "4"),
+        ("--validation", "--step", "2"),
+    ],
 )
 def test_what_was_not_recorded_is_refused_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]

@@ -16,8 +16,8 @@ from tests.workers.episodes.test_template_findings import MOVING
 
 EPISODES = "rollout.environment=told.py:Told", "rollout.max_turns=2", "reward.function=''"
 TOLD = (
-    "from workers.environment import Observation\n\n\nclass Told:\n    def reset(self, record):\n        return ''\n\n"
-    "    def step(self, response):\n        return Observation('1')\n"
+    "from workers.environment import Observation\n\n\nclass Told:\n    def reset(self, record):\n        "
+    "return ''\n\n    def step(self, response):\n        return Observation('1')\n"
 )
 
 
@@ -66,7 +66,12 @@ def test_a_models_page_tells_where_engines_stop(workspace: Path, capsys: pytest.
         ("{{ raise_exception('nobody may speak') }}", (), 2, "nobody may speak"),
         ("{% for %}", (), 2, "mine.jinja"),
         ("{{ 'x' * 100000000000 }}", (), 2, "MemoryError"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", (), 2, "took more than"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            (),
+            2,
+            "took more than",
+        ),
         ("", (), 2, "mine.jinja"),
         (None, (), 2, "mine.jinja"),
     ],
@@ -91,19 +96,25 @@ def test_the_exit_code_says_whether_a_message_is_refused(
     assert named in error
 
 
-def test_a_dry_run_shows_the_table_where_messages_follow_turns_and_warns_of_every_end(workspace: Path) -> None:
+def test_a_dry_run_shows_the_table_where_messages_follow_turns_and_warns_of_every_end(
+    workspace: Path,
+) -> None:
     settings = [*SETTINGS, "data.validation=''", "data.train=chat.jsonl", "data.max_prompt_tokens=512"]
     settings += ["rollout.max_model_tokens=1024", "policy.max_tokens_per_micro_batch=2048"]
     config = load(None, [*settings, *EPISODES])
     inputs = read_inputs(config)
-    assert "    user          rewrites a    rewrites b    appends       appends" in tried_lines(config, inputs)
+    assert "    user          rewrites a    rewrites b    appends       appends" in tried_lines(
+        config, inputs
+    )
     (warning,) = inputs.warnings
     assert "'<|return|>'" in warning
     stops = f"rollout.sampling.stop_token_ids=[{characters().vocab_size + 4}]"
     assert not read_inputs(load(None, [*settings, *EPISODES, stops])).warnings
 
 
-def test_the_page_tells_what_becomes_of_a_system_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_tells_what_becomes_of_a_system_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "moving.jinja"
     file.write_text(MOVING)
     main(["template", str(file)])

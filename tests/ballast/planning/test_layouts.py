@@ -44,12 +44,15 @@ def test_a_given_setting_keeps_its_value() -> None:
 def test_a_search_over_staleness_finds_the_best_of_each() -> None:
     """With staleness, the sampler's log-probs replace a forward pass."""
     best = [
-        next(search(*given).best())[0].seconds for given in ((), *((f"rollout.max_staleness={n}",) for n in range(3)))
+        next(search(*given).best())[0].seconds
+        for given in ((), *((f"rollout.max_staleness={n}",) for n in range(3)))
     ]
     assert best[0] == min(best[1:])
 
 
-def test_the_taken_layout_is_written_as_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_taken_layout_is_written_as_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "layout.yaml"
     assert main([*EIGHT, "rollout.max_staleness=0", "--write", str(file), "--take", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -90,4 +93,6 @@ def test_nodes_without_a_named_gpu_are_refused(capsys: pytest.CaptureFixture[str
     assert main([*EIGHT[:2], "--cluster", "nodes=1,gpus=8,gpu_gib=80,cpus=64"]) == 2
     assert "--cluster:" in capsys.readouterr().err
     assert main(EIGHT[:2]) == 2
-    assert main([*EIGHT, "policy.max_tokens_per_micro_batch=400000", "model.gradient_checkpointing=none"]) == 2
+    assert (
+        main([*EIGHT, "policy.max_tokens_per_micro_batch=400000", "model.gradient_checkpointing=none"]) == 2
+    )

@@ -1,4 +1,6 @@
-"""The simulated schedule: every group is trained once, ages keep their bound, and time is what the engines take."""
+"""The simulated schedule: every group is trained once, ages keep their bound, and time is what the engines
+take.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +26,9 @@ def run_of(lengths: np.ndarray, staleness: Staleness, engines: int = 1, **change
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_group_is_trained_once_and_no_older_than_the_bound(data: st.DataObject) -> None:
-    staleness = Staleness(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3)), data.draw(st.floats(0.1, 1.0)))
+    staleness = Staleness(
+        data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3)), data.draw(st.floats(0.1, 1.0))
+    )
     pair = st.lists(st.integers(1, 60), min_size=2, max_size=2)
     lengths = np.array(data.draw(st.lists(pair, min_size=9, max_size=24)))
     released = frozenset(data.draw(st.sets(st.integers(0, len(lengths) - 1), max_size=4)))
@@ -55,7 +59,9 @@ def test_prompts_delays_pauses_and_shared_cores_take_their_time() -> None:
     groups = [[SimulatedSample(10, 50, 0.25) for _ in range(2)]]
     run = run_of(lengths, Staleness(1, 0, 0.3), groups=groups, speed=replace(SPEED, prompt_token=0.002))
     (step,) = simulate(run)
-    assert step.seconds == pytest.approx(0.1 + 10 * 0.012 + 0.25 + 0.5)  # the second sample finds the prompt cached
+    assert step.seconds == pytest.approx(
+        0.1 + 10 * 0.012 + 0.25 + 0.5
+    )  # the second sample finds the prompt cached
     slow = replace(run, engine_cores=4.0, cores=2.0, phases=lambda taken: [Phase(0.5, cores=1.0)])
     (step,) = simulate(slow)
     assert step.seconds == pytest.approx(2 * (0.1 + 10 * 0.012) + 0.25 + 0.5)

@@ -22,7 +22,9 @@ STEPS, PROMPTS, SAMPLES, PROMPT = 30, 6, 4, 12
 STEP_S, SAMPLE_S = 0.02, 0.0015  # of an engine, and of each sample in it
 WORK_S, REST_S, WEIGHTS_S, DELAY_S = 4e-9, 0.2, 0.1, 0.03  # of a unit of planned work
 COSTS = CostModel(1e5, 10.0)
-LENGTHS = np.clip(np.random.default_rng(3).lognormal(math.log(40), 0.8, (STEPS * PROMPTS, SAMPLES)), 2, 300).astype(int)
+LENGTHS = np.clip(
+    np.random.default_rng(3).lognormal(math.log(40), 0.8, (STEPS * PROMPTS, SAMPLES)), 2, 300
+).astype(int)
 
 
 class Played:
@@ -32,7 +34,9 @@ class Played:
         self.now, self.training, self.began = 1000.0, False, 1000.0
         self.schedule = StalenessSchedule(Staleness(PROMPTS, staleness, 0.3), STEPS)
         self.running: list[list[list]] = [[] for _ in range(engines)]  # [group, begun, sample, tokens left]
-        self.rows: dict[int, list[tuple[int, int, list]]] = {}  # of each group: sample, engine, row of the timeline
+        self.rows: dict[
+            int, list[tuple[int, int, list]]
+        ] = {}  # of each group: sample, engine, row of the timeline
         self.timeline, self.lengths, self.seconds = list[dict](), list[dict](), list[float]()
         self.order = itertools.count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -111,7 +115,9 @@ class Played:
         return 3600.0 / float(np.mean(self.seconds[STEPS // 10 :]))
 
     def write(self, folder: Path, config: Config) -> None:
-        metrics = [{"step": step, "time/step_s": seconds} for step, seconds in enumerate(self.seconds, start=1)]
+        metrics = [
+            {"step": step, "time/step_s": seconds} for step, seconds in enumerate(self.seconds, start=1)
+        ]
         records = {"timeline": self.timeline, "lengths": self.lengths, "metrics": metrics}
         for name, rows in records.items():
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -135,7 +141,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data.train": "data.jsonl",
         "reward.function": "reward:reward",
     }
-    Played(staleness=0, engines=1).write(folder, load(None, [f"{key}={value}" for key, value in settings.items()]))
+    Played(staleness=0, engines=1).write(
+        folder, load(None, [f"{key}={value}" for key, value in settings.items()])
+    )
     return folder
 
 
@@ -180,7 +188,9 @@ def test_a_timeline_without_prompts_is_refused(recorded: Path, tmp_path: Path) -
         predict(tmp_path, [])
 
 
-def test_the_command_prints_a_table_of_eighty_columns(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_of_eighty_columns(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(recorded), "rollout.max_staleness=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

@@ -43,7 +43,9 @@ RECORDED = ("run.record_samples=true", "batch.mini_batches=2")
 
 
 class Store:
-    """The object store: what was put there, and blocks of 100 rows, no two alike, for the names of stand-ins."""
+    """The object store: what was put there, and blocks of 100 rows, no two alike, for the names
+    of stand-ins.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -116,14 +118,18 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
     local_run: NewRun, local_replay: Replay, store: Store, overrides: tuple[str, ...]
 ) -> None:
     found = local_run(*RECORDED, *overrides)
-    found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3))  # some groups have no signal
+    found.rewards.reward = lambda uid, sample, greedy: float(
+        sample * (int(uid) % 3)
+    )  # some groups have no signal
     found.fit()
     again = local_replay(*RECORDED, *overrides)
     again.all_of(found)
     assert len(again.policy.updates) == len(found.policy.updates) > 0
     for (batch, plan), (before, its_plan) in zip(again.policy.updates, found.policy.updates, strict=True):
         assert batch.columns.keys() == before.columns.keys()
-        for name in before.columns.keys() - {"prefix_hashes"}:  # of the tokens; stand-ins of engines have none
+        for name in before.columns.keys() - {
+            "prefix_hashes"
+        }:  # of the tokens; stand-ins of engines have none
             np.testing.assert_array_equal(batch[name], before[name], name)
             assert batch[name].dtype == before[name].dtype, name
         assert batch.meta == before.meta
@@ -183,12 +189,16 @@ def recorded(folder: Path, *steps: int) -> Path:
     ("checkpoints", "begin", "told"),
     [
         ((1, 2, 3), 2, ""),
-        ((1,), 1, "there is no checkpoint of step 2: step 2 is trained again first, from the checkpoint of step 1"),
+        (
+            (1,),
+            1,
+            "there is no checkpoint of step 2: step 2 is trained again first, from the checkpoint of step 1",
+        ),
         (
             (),
             0,
-            "there is no checkpoint of step 2: steps 1 to 2 are trained again first, from the models that the run "
-            "began with",
+            "there is no checkpoint of step 2: steps 1 to 2 are trained again first, from the models that "
+            "the run began with",
         ),
     ],
 )
@@ -216,7 +226,12 @@ def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(tmp_
         ((), 1, "never", r"has no samples of step 1; run.record_samples=true keeps them"),
         ((1, 2), 3, "never", r"has no samples of step 3; it has steps 1 to 2"),
         ((2, 3), 3, "never", r"has no samples of step 1, and no checkpoint between it and step 3"),
-        ((1, 2), 2, "elsewhere", r"began at run.resume=elsewhere, where there is no checkpoint before step 2"),
+        (
+            (1, 2),
+            2,
+            "elsewhere",
+            r"began at run.resume=elsewhere, where there is no checkpoint before step 2",
+        ),
     ],
 )
 def test_what_a_replay_would_need_and_is_not_there_is_said(
@@ -238,7 +253,9 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.Capt
 
     assert "is not the folder of a run: it has no config.yaml" in refused(str(tmp_path), "--step", "1")
     (tmp_path / "config.yaml").write_text(to_yaml(load(None, ["run.name=run", "model.path=model"])))
-    assert "has no samples of step 1; run.record_samples=true keeps them" in refused(str(tmp_path), "--step", "1")
+    assert "has no samples of step 1; run.record_samples=true keeps them" in refused(
+        str(tmp_path), "--step", "1"
+    )
     assert "policy.rank is not a setting" in refused(str(tmp_path), "policy.rank=1", "--step", "1")
     (tmp_path / "config.yaml").write_text("model: {path: model}\nloss: {}\n")
     assert "trained on given sequences" in refused(str(tmp_path), "--step", "1")

@@ -23,7 +23,12 @@ def datum(ids: Sequence[int], **inputs: Any) -> pb.Datum:
 
 
 def passes(
-    data: Sequence[pb.Datum], loss: str = "cross_entropy", *, model_id: str = "", seq_id: int = 0, forward: bool = False
+    data: Sequence[pb.Datum],
+    loss: str = "cross_entropy",
+    *,
+    model_id: str = "",
+    seq_id: int = 0,
+    forward: bool = False,
 ) -> pb.ForwardBackwardRequest:
     found = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward)
     found.data.extend(data)

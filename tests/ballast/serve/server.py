@@ -82,7 +82,9 @@ async def delete(server: Server, path: str) -> None:
 
 
 async def is_deleted(server: Server, path: str, *, killed: bool) -> bool:
-    """Delete a state as a client does that asks again. killed: when the log has it, and the folder is still there."""
+    """Delete a state as a client does that asks again. killed: when the log has it, and the folder is still
+    there.
+    """
     if killed:
         with pytest.MonkeyPatch.context() as patch, suppress(RefusedError, InterruptedError):
             patch.setattr(serving, "remove", raising(InterruptedError()))
@@ -122,7 +124,9 @@ running = with_settings()
 
 
 async def drawn(server: Server, sampler: str, seq_id: int) -> bytes:
-    found = await server.answer(server.service.sample(asked(sampler, seq_id, prompt_logprobs=True))["request_id"])
+    found = await server.answer(
+        server.service.sample(asked(sampler, seq_id, prompt_logprobs=True))["request_id"]
+    )
     assert isinstance(found, bytes)
     return found
 

@@ -53,7 +53,7 @@ def answer(client: TestClient, response: Any) -> Any:
 
 
 def test_every_route_needs_the_key(client: TestClient) -> None:
-    routes = [(method, route.path) for route in client.app.routes for method in route.methods - {"HEAD"}]  # type: ignore[attr-defined]
+    routes = [(method, route.path) for route in client.app.routes for method in route.methods - {("HEAD")}]  # type: ignore[attr-defined]
     assert len(routes) > 15
     for key in (
         {},
@@ -113,7 +113,9 @@ def test_names_of_futures_reach_no_file(client: TestClient) -> None:
         assert response.status_code == 410, name
 
 
-def test_a_pending_future_is_asked_for_again(client: TestClient, run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pending_future_is_asked_for_again(
+    client: TestClient, run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ballast.serve.service.POLL_SECONDS", 0.01)
     model = create(client)
     run.paused = True
@@ -147,7 +149,9 @@ def test_checkpoints_are_listed_in_pages_and_deleted(client: TestClient, run: Ti
         *(f"weights/at-{n}" for n in (3, 2, 1)),
     ]
     assert listed(f"training_runs/{models[0]}/checkpoints").checkpoints == []
-    assert listed(limit=3).checkpoints + listed(limit=3, offset=3).checkpoints == found == listed().checkpoints
+    assert (
+        listed(limit=3).checkpoints + listed(limit=3, offset=3).checkpoints == found == listed().checkpoints
+    )
     assert listed(offset=9).cursor == types.Cursor(offset=9, limit=2**31, total_count=4)
     for each in found[1:3] + found[:1]:
         path = f"{API}/training_runs/{models[1]}/checkpoints/{each.checkpoint_id}"
@@ -160,8 +164,14 @@ def test_checkpoints_are_listed_in_pages_and_deleted(client: TestClient, run: Ti
     "asked",
     [
         *("GET checkpoints?limit=x", "GET checkpoints?offset=-1", "GET training_runs/x", "POST copy_weights"),
-        *("DELETE training_runs/x/checkpoints/weights/x", "DELETE training_runs/x/checkpoints/..%2f../initial"),
-        *("DELETE training_runs/x/checkpoints/weights/x/publish", "PUT training_runs/x/checkpoints/weights/x/ttl"),
+        *(
+            "DELETE training_runs/x/checkpoints/weights/x",
+            "DELETE training_runs/x/checkpoints/..%2f../initial",
+        ),
+        *(
+            "DELETE training_runs/x/checkpoints/weights/x/publish",
+            "PUT training_runs/x/checkpoints/weights/x/ttl",
+        ),
         *("POST training_runs/x/checkpoints/weights/x/publish", "GET asample"),
     ],
 )
@@ -171,14 +181,18 @@ def test_what_is_not_served_is_said_in_a_sentence(client: TestClient, asked: str
     assert response.status_code == 404 and response.json()["detail"].endswith("."), response.text
 
 
-def test_a_fresh_key_is_only_in_a_file_of_its_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fresh_key_is_only_in_a_file_of_its_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = serve._fresh_key(tmp_path)
     assert re.fullmatch("tml-[0-9a-f]{64}", key) and key == serve._fresh_key(tmp_path)
     assert (tmp_path / "api-key").stat().st_mode & 0o777 == 0o600
     assert key not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"tml-", b"short", b"tml-\xff", b"tml-a\nb", "tml-é".encode()])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"tml-", b"short", b"tml-\xff", b"tml-a\nb", "tml-é".encode()]
+)
 def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> None:
     for path in (tmp_path / "api-key", tmp_path / "given"):
         path.write_bytes(content)
@@ -188,7 +202,9 @@ def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> 
         serve._given_key(tmp_path / "given")
 
 
-def test_a_kill_while_the_key_is_written_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_the_key_is_written_leaves_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def die(descriptor: int) -> None:
         raise KeyboardInterrupt
 
@@ -217,7 +233,9 @@ def test_a_body_that_does_not_come_is_given_up(client: TestClient, monkeypatch: 
     assert caught.value.status == 408
 
 
-def test_keys_of_users_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_users_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in serve.KEYS:
         monkeypatch.delenv(name, raising=False)
     assert serve._given_key(None) == ""

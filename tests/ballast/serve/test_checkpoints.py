@@ -53,7 +53,10 @@ def test_states_and_samplers_are_listed_newest_first(tmp_path: Path) -> None:
     write(tmp_path, "initial", 50.0)
     write(tmp_path, unfinished_folder(tmp_path / states[0]).name, 60.0)
     found.samplers = {f"tinker://{other}/sampler_weights/c": (other, 7, 5.0)}
-    facts = [(each["checkpoint_id"], each["checkpoint_type"], each["time"], each["size_bytes"]) for each in found.all()]
+    facts = [
+        (each["checkpoint_id"], each["checkpoint_type"], each["time"], each["size_bytes"])
+        for each in found.all()
+    ]
     of_states = [("weights/b", "training", 10.0, 101), ("weights/a", "training", 0.0, 100)]
     of_sampler = ("sampler_weights/c", "sampler", 5.0, None)
     assert facts == [of_states[0], of_sampler, of_states[1]]

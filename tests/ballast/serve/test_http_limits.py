@@ -1,4 +1,6 @@
-"""What the three servers take from a socket before they know a key: Tinker's, the gateway of a rollout, the front."""
+"""What the three servers take from a socket before they know a key: Tinker's, the gateway of a rollout, the
+front.
+"""
 
 import asyncio
 import socket
@@ -36,7 +38,7 @@ async def tinker(folder: Path) -> AsyncIterator[Address]:
 
 @asynccontextmanager
 async def gateway(folder: Path) -> AsyncIterator[Address]:
-    gateway = Gateway(None, ModelConfig(path="none"), RolloutConfig(), images=object())  # type: ignore[arg-type]
+    gateway = Gateway(None, ModelConfig(path=("none")), RolloutConfig(), images=object())  # type: ignore[arg-type]
     await gateway.listen(gateway)
     host, port = gateway.url.removeprefix("http://").split(":")
     yield host, int(port)
@@ -88,11 +90,15 @@ async def exchanged(address: Address, request: bytes) -> bytes:
 
 def head(path: str, *lines: str, method: str = "GET") -> bytes:
     host = () if any(line.lower().startswith("host") for line in lines) else ("Host: a",)
-    return "\r\n".join([f"{method} {path} HTTP/1.1", *host, "Connection: close", *lines, "", ""]).encode("latin-1")
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *host, "Connection: close", *lines, "", ""]).encode(
+        "latin-1"
+    )
 
 
 @over_sockets
-async def test_a_head_without_an_end_is_cut_off(address: Address, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_without_an_end_is_cut_off(
+    address: Address, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\nX: ".encode())
     sent = 0
@@ -162,7 +168,9 @@ HEADS = {
 
 
 @over_sockets
-async def test_malformed_heads_are_refused(address: Address, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_malformed_heads_are_refused(
+    address: Address, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("workers.agents.front.ASK_SECONDS", 0.05)
     wrong = dict[str, bytes]()
     for name, (more, lines) in HEADS.items():

@@ -52,7 +52,11 @@ async def test_a_deleted_state_is_gone_and_its_name_taken(server: Server) -> Non
         await server.service.submit(*restore(name, 3, first))
     with refused(first, RefusedError):
         await server.service.submit("save_weights", body(model_id=name, seq_id=4, path="at-1"))
-    for wrong in (f"{first}x", f"tinker://{name}/weights/../initial", f"tinker://{name}/sampler_weights/at-2"):
+    for wrong in (
+        f"{first}x",
+        f"tinker://{name}/weights/../initial",
+        f"tinker://{name}/sampler_weights/at-2",
+    ):
         with refused("path=", RefusedError):
             await delete(server, wrong)
     assert listed(server) == [second]
@@ -73,7 +77,9 @@ def test_a_kill_within_a_deletion_leaves_a_deleted_state(tmp_path: Path, removed
             patch.setattr(serving, "remove", killed)
             await delete(server, f"tinker://{name}/weights/at-1")
         server.start()
-        assert listed(server) == [] and [each.name for each in server.run.folder.glob("states/*")] == ["initial"]
+        assert listed(server) == [] and [each.name for each in server.run.folder.glob("states/*")] == [
+            "initial"
+        ]
 
     with_settings()(kill)(tmp_path)
 
@@ -115,7 +121,9 @@ async def test_a_deleted_sampler_path_is_forgotten(server: Server) -> None:
 
 
 @with_settings("run.checkpoint_every=2")
-async def test_a_restarted_server_publishes_again_what_was_published_after_the_checkpoint(server: Server) -> None:
+async def test_a_restarted_server_publishes_again_what_was_published_after_the_checkpoint(
+    server: Server,
+) -> None:
     name = await model(server, session(server))
     for call in (learn(name, 1), step(name, 2), learn(name, 3), step(name, 4), learn(name, 5), step(name, 6)):
         await server.service.submit(*call)
@@ -129,12 +137,16 @@ async def test_a_restarted_server_publishes_again_what_was_published_after_the_c
 
 
 @pytest.mark.parametrize("overrides", [(), SEVERAL], ids=["one", "several"])
-def test_a_sampler_of_the_newest_weights_ends_with_its_model(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_a_sampler_of_the_newest_weights_ends_with_its_model(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     async def follow(server: Server) -> None:
         of, other = session(server), session(server)
         name = await model(server, of)
         inflight = "save_weights_for_sampler", body(model_id=name, seq_id=1, path=None, kind="inflight")
-        sampler = (await server.answer((await server.service.submit(*inflight))["request_id"]))["sampling_session_id"]
+        sampler = (await server.answer((await server.service.submit(*inflight))["request_id"]))[
+            "sampling_session_id"
+        ]
         await drawn(server, sampler, 0)
         for call in (learn(name, 2), step(name, 3), publish(name, 4)):
             await server.service.submit(*call)
@@ -180,15 +192,27 @@ async def _submitted(server: Server, call: tuple[str, bytes]) -> dict[str, str]:
 
 
 async def _play(
-    folder: Path, calls: list[str], kills: dict[int, int], every: int, turns: str = "", *, deletes: bool = True
+    folder: Path,
+    calls: list[str],
+    kills: dict[int, int],
+    every: int,
+    turns: str = "",
+    *,
+    deletes: bool = True,
 ) -> tuple[dict[str, float], float, list[Any]]:
-    """Make calls as a client does that sends again what has no answer. kills: before a call, once so many are made.
+    """Make calls as a client does that sends again what has no answer. kills: before a call, once so many are
+    made.
     turns: the model of each call, a or b. deletes: False leaves deletes out.
     """
     server = Server(folder, f"run.checkpoint_every={every}", *(SEVERAL if turns else ()))
     names = {turn: await model(server, session(server)) for turn in sorted({*turns} or "a")}
     sent = _sent(calls, turns or "a" * len(calls), names)
-    answers, waiting, there, gone = dict[int, Any](), list[tuple[int, dict[str, str]]](), set[str](), set[str]()
+    answers, waiting, there, gone = (
+        dict[int, Any](),
+        list[tuple[int, dict[str, str]]](),
+        set[str](),
+        set[str](),
+    )
     for place, call in enumerate(sent):
         if call[0] == "delete":
             if deletes:
@@ -203,10 +227,14 @@ async def _play(
             server.start()
         future = await _submitted(server, call)
         waiting += [(place, future)] if future else []
-        if call[0] != "forward_backward" or call is sent[-1]:  # a client sends a step before it asks for gradients
+        if (
+            call[0] != "forward_backward" or call is sent[-1]
+        ):  # a client sends a step before it asks for gradients
             answers |= {each: await server.answer(future["request_id"]) for each, future in waiting}
             waiting.clear()
-    assert not server.stopped and not any("error" in each for each in answers.values() if isinstance(each, dict))
+    assert not server.stopped and not any(
+        "error" in each for each in answers.values() if isinstance(each, dict)
+    )
     assert there <= {*listed(server)} and not gone & {*listed(server)}
     assert not any((folder / "states" / state_of(path)).exists() for path in gone)
     return server.run.weights, float(server.run.steps), [answers[place] for place in sorted(answers)]
@@ -236,7 +264,9 @@ def test_whenever_the_server_is_killed_each_step_is_made_once(
     st.dictionaries(st.integers(0, 13), st.integers(0, 6), max_size=4),
     st.integers(0, 3),
 )
-@example([("learn", "a"), ("step", "b"), ("publish", "a"), ("step", "a")], {3: 0}, 1)  # a gradient beside a checkpoint
+@example(
+    [("learn", "a"), ("step", "b"), ("publish", "a"), ("step", "a")], {3: 0}, 1
+)  # a gradient beside a checkpoint
 def test_whenever_the_server_is_killed_no_model_loses_a_gradient(
     calls: list[tuple[str, str]], kills: dict[int, int], every: int
 ) -> None:
@@ -245,5 +275,7 @@ def test_whenever_the_server_is_killed_no_model_loses_a_gradient(
         expected = asyncio.run(_play(Path(known), kinds, {}, every, turns, deletes=False))
         found = asyncio.run(_play(Path(killed), kinds, kills, every, turns))
     names = expected[0].keys() | found[0].keys()
-    assert {name: found[0].get(name, 0.0) for name in names} == {name: expected[0].get(name, 0.0) for name in names}
+    assert {name: found[0].get(name, 0.0) for name in names} == {
+        name: expected[0].get(name, 0.0) for name in names
+    }
     assert found[1] == kinds.count("step") and None not in found[2]

@@ -1,4 +1,6 @@
-"""Every field of every route, with values of other types and ranges: a refusal of 4xx, and nothing reaches the run."""
+"""Every field of every route, with values of other types and ranges: a refusal of 4xx, and nothing reaches
+the run.
+"""
 
 import json
 from collections.abc import Iterator
@@ -125,7 +127,9 @@ class World:
         self.run = TinyRun(folder)
         self.service = Service(self.run, CallLog(folder / "serve"), self.stopped.append)
         self.calls = 0
-        self.client = TestClient(make_app(self.service, KEY), headers={"X-API-Key": KEY}, raise_server_exceptions=False)
+        self.client = TestClient(
+            make_app(self.service, KEY), headers={"X-API-Key": KEY}, raise_server_exceptions=False
+        )
 
     def begin(self) -> None:
         self.names = {"SESSION": self.post("create_session", {}).json()["session_id"]}
@@ -186,7 +190,9 @@ def test_a_malformed_field_is_refused_and_the_server_goes_on(world: World, route
 
 def test_samples_that_engines_refuse_fail_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise UnfinishedError("no sample of this round was finished. The first was given up because of its stop.")
+        raise UnfinishedError(
+            "no sample of this round was finished. The first was given up because of its stop."
+        )
 
     monkeypatch.setattr(world.run, "sample", lambda *a, **k: world.run._later("sample", refuse))
     future = world.post("asample", world.valid("asample")).json()

@@ -48,7 +48,9 @@ async def test_a_call_that_is_sent_again_is_made_once(server: Server) -> None:
     futures = await asyncio.gather(*(server.service.submit(*call) for call in calls))
     assert futures[0] == futures[3] and futures[1] == futures[2]
     assert server.run.made == ["save", "forward_backward", "step"]
-    assert [await server.answer(futures[1]["request_id"]) for _ in range(2)] == [{"metrics": {"grad_norm": 1.0}}] * 2
+    assert [await server.answer(futures[1]["request_id"]) for _ in range(2)] == [
+        {"metrics": {"grad_norm": 1.0}}
+    ] * 2
 
 
 @running
@@ -67,7 +69,12 @@ async def test_a_call_without_a_number_or_a_model_is_refused(server: Server) -> 
     name = await model(server, session(server))
     unnumbered = passes([datum([1, 2])], model_id=name).SerializeToString()
     with_session = body(session_id="s", model_seq_id=0, seq_id=1, adam_params=adam())
-    for call in (step(name, 0), step("s:train:0", 0), ("forward_backward", unnumbered), ("optim_step", with_session)):
+    for call in (
+        step(name, 0),
+        step("s:train:0", 0),
+        ("forward_backward", unnumbered),
+        ("optim_step", with_session),
+    ):
         with pytest.raises(RefusedError):
             await server.service.submit(*call)
     assert server.run.made == ["save"]
@@ -89,11 +96,15 @@ def test_a_predecessor_that_never_comes_is_given_up(tmp_path: Path, monkeypatch:
 @running
 async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_server(server: Server) -> None:
     name = await model(server, session(server))
-    server.run.forward_backward = lambda rows, loss, adapter: server.run._later("fb", raising(ValueError("too long")))
+    server.run.forward_backward = lambda rows, loss, adapter: server.run._later(
+        "fb", raising(ValueError("too long"))
+    )
     future = await server.service.submit(*learn(name, 1))
     assert await server.answer(future["request_id"]) == {"error": "too long", "category": "user"}
     assert not server.stopped
-    server.run.forward_backward = lambda rows, loss, adapter: server.run._later("fb", raising(LostError("a rank")))
+    server.run.forward_backward = lambda rows, loss, adapter: server.run._later(
+        "fb", raising(LostError("a rank"))
+    )
     await server.service.submit(*learn(name, 2))
     assert [str(error) for error in server.stopped] == ["a rank"]
     server.start()
@@ -103,7 +114,10 @@ async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_serve
 @running
 async def test_samplers_serve_the_newest_weights_alone(server: Server) -> None:
     of = session(server)
-    name, base = await model(server, of), server.service.create_sampler({"session_id": of, "base_model": "tiny"})
+    name, base = (
+        await model(server, of),
+        server.service.create_sampler({"session_id": of, "base_model": "tiny"}),
+    )
     first = server.service.sample(asked(base, 0, num_samples=3, prompt_logprobs=True))
     assert server.service.sample(asked(base, 0, num_samples=3)) == first
     assert len(set(first["sample_sequence_ids"])) == 3
@@ -147,7 +161,9 @@ async def test_states_come_back_and_other_paths_are_refused(server: Server) -> N
     for number, wrong in enumerate(("../x", "a/b", "", ".hidden", "x" * 200)):
         with pytest.raises(RefusedError):
             await server.service.submit("save_weights", body(model_id=name, seq_id=9 + number, path=wrong))
-    for number, wrong in enumerate(("tinker://../weights/x", "/etc/passwd", f"tinker://{name}/weights/../initial")):
+    for number, wrong in enumerate(
+        ("tinker://../weights/x", "/etc/passwd", f"tinker://{name}/weights/../initial")
+    ):
         with refused("path=", RefusedError):
             await server.service.submit("load_weights", body(model_id=name, seq_id=14 + number, path=wrong))
 

@@ -29,7 +29,9 @@ def read(message: pb.ForwardBackwardRequest) -> tuple[wire.Rows, SumLossConfig]:
 @given(st.lists(st.tuples(IDS, st.booleans()), min_size=1, max_size=4))
 def test_a_row_is_the_input_and_its_last_target(data: list[tuple[list[int], bool]]) -> None:
     weights = [np.arange(len(ids) - 1, dtype=np.float32) - 1 for ids, _ in data]
-    given_ = [datum(ids, **({"weights": w} if has else {})) for (ids, has), w in zip(data, weights, strict=True)]
+    given_ = [
+        datum(ids, **({"weights": w} if has else {})) for (ids, has), w in zip(data, weights, strict=True)
+    ]
     rows, loss = read(passes(given_))
     assert loss == SumLossConfig("cross_entropy")
     for row, (ids, has), weight in zip(rows, data, weights, strict=True):
@@ -135,13 +137,23 @@ def test_parameters_of_sampling_and_of_steps() -> None:
     assert (read.temperature, read.top_k, read.stop, read.max_new_tokens) == (0.5, 0, ["a"], 9)
     read = wire.read_sampling({"sampling_params": {"max_tokens": 4, "stop": [5], "top_p": 0.9}}, usual, 32)
     assert (read.stop_token_ids, read.stop, read.max_new_tokens, read.top_p) == ([5], [], 4, 0.9)
-    for broken in ({"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"temperature": True}, {"stop": [0.5]}):
+    for broken in (
+        {"temperature": -1},
+        {"top_p": 0},
+        {"max_tokens": 0},
+        {"temperature": True},
+        {"stop": [0.5]},
+    ):
         with refused(next(iter(broken)), RefusedError):
             wire.read_sampling({"sampling_params": broken}, usual, 32)
     step = wire.read_step({"adam_params": adam(grad_clip_norm=0.0)})
-    assert step == {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-12, "weight_decay": 0.0} | {
-        "max_grad_norm": np.inf
-    }
+    assert step == {
+        "learning_rate": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-12,
+        "weight_decay": 0.0,
+    } | {"max_grad_norm": np.inf}
     assert wire.read_step({"adam_params": adam(grad_clip_norm=2.0)})["max_grad_norm"] == 2.0
     with refused("learning_rate", RefusedError):
         wire.read_step({"adam_params": adam(learning_rate=float("nan"))})
@@ -149,7 +161,11 @@ def test_parameters_of_sampling_and_of_steps() -> None:
 
 @pytest.mark.parametrize("chunks", [[{"tokens": [1, 99]}], [{"data": ""}], [{"tokens": ["x"]}], []])
 def test_other_prompts_are_refused(chunks: list[dict[str, Any]]) -> None:
-    assert wire.read_prompt({"prompt": {"chunks": [{"tokens": [1, 2]}, {"tokens": [3]}]}}, **LIMITS) == [1, 2, 3]
+    assert wire.read_prompt({"prompt": {"chunks": [{"tokens": [1, 2]}, {"tokens": [3]}]}}, **LIMITS) == [
+        1,
+        2,
+        3,
+    ]
     with pytest.raises(RefusedError):
         wire.read_prompt({"prompt": {"chunks": chunks}}, **LIMITS)
 
@@ -166,7 +182,8 @@ def test_the_sdk_reads_log_probs_as_they_were(values: list[list[float]]) -> None
 def test_the_sdk_reads_samples_as_they_were() -> None:
     ids, log_probs = np.array([4, 5], np.int32), np.array([-0.5, -1.0], np.float32)
     sequences = [
-        SampledSequence(ids, ids + n, log_probs - n, reason, 0.0, "") for n, reason in enumerate(("stop", "length"))
+        SampledSequence(ids, ids + n, log_probs - n, reason, 0.0, "")
+        for n, reason in enumerate(("stop", "length"))
     ]
     answer = wire.sample_answer(sequences, np.array([-2.0], np.float32))
     found = response_conv.deserialize_sample_response(answer.body)
@@ -174,4 +191,7 @@ def test_the_sdk_reads_samples_as_they_were() -> None:
     assert [list(each.tokens) for each in found.sequences] == [[4, 5], [5, 6]]
     assert [list(each.logprobs) for each in found.sequences] == [[-0.5, -1.0], [-1.5, -2.0]]
     assert found.prompt_logprobs[1:] == [-2.0]
-    assert json.loads(wire.failure(RefusedError("a=b: c. d.")).body) == {"error": "a=b: c. d.", "category": "user"}
+    assert json.loads(wire.failure(RefusedError("a=b: c. d.")).body) == {
+        "error": "a=b: c. d.",
+        "category": "user",
+    }

@@ -1,4 +1,6 @@
-"""A stand-in for OpenRun: policies of one weight each, with real checkpoints, whose calls wait until `work`."""
+"""A stand-in for OpenRun: policies of one weight each, with real checkpoints, whose calls wait
+until `work`.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -79,7 +81,9 @@ class TinyRun:
 
     def _pass(self, rows: Any, slope: float, adapter: str) -> Found:
         weight = self.weights.get(adapter, 0.0)
-        log_probs = [np.where(row["loss_mask"], weight - row["input_ids"], 0).astype(np.float32) for row in rows]
+        log_probs = [
+            np.where(row["loss_mask"], weight - row["input_ids"], 0).astype(np.float32) for row in rows
+        ]
         slope *= sum(float(row.get("weights", row.get("advantages", np.ones(1))).sum()) for row in rows)
         self.gradients[adapter] = self.gradients.get(adapter, 0.0) + slope
         return Found(log_probs, {"loss": self.gradients[adapter]}, [])
@@ -132,7 +136,15 @@ class TinyRun:
         return self._later("load", read)
 
     def sample(
-        self, prompts: Any, n: int, sampling: Any, *, seed: int | None, record: bool, adapter: str, version: int | None
+        self,
+        prompts: Any,
+        n: int,
+        sampling: Any,
+        *,
+        seed: int | None,
+        record: bool,
+        adapter: str,
+        version: int | None,
     ) -> Future[Any]:
         assert not record
 

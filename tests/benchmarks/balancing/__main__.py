@@ -3,7 +3,8 @@
     python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md]
                                          [--only partitions|plans|shared_prompts|pipelines]
 
-Prints the tables, and writes them with the command and the machine they were measured on. `make bench` does it.
+Prints the tables, and writes them with the command and the machine they were measured on. `make bench` does
+it.
 """
 
 import argparse
@@ -31,8 +32,12 @@ Batches are seeded (`balancing/analysis/distributions.py`).
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="markdown file to write, for example docs/balancing-benchmark.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, help="markdown file to write, for example docs/balancing-benchmark.md"
+    )
     parser.add_argument("--only", choices=MODULES, help="some of the tables; all unless given")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,9 +53,7 @@ def machine() -> str:
     """Cores and versions; nothing that names the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     compiler = f"Numba {version('numba')}" if COMPILED else "without Numba"
-    return (
-        f"{platform.machine()}, {cores} cores, Python {platform.python_version()}, NumPy {np.__version__}, {compiler}"
-    )
+    return f"{platform.machine()}, {cores} cores, Python {platform.python_version()}, NumPy {np.__version__}, {compiler}"
 
 
 def _printed(tables: list[Table]) -> list[Table]:

@@ -17,10 +17,15 @@ REPETITIONS = 3
 
 def tables() -> list[Table]:
     rows = [_row(name, count, k) for name in DISTRIBUTIONS for count, k in SHAPES]
-    columns = ["weights", "n x k", *(f"{name}{what}" for name in ALGORITHMS for what in (", over the bound", ", ms"))]
+    columns = [
+        "weights",
+        "n x k",
+        *(f"{name}{what}" for name in ALGORITHMS for what in (", over the bound", ", ms")),
+    ]
     note = (
-        "Equal counts. Heaviest set over the mean (rounded up: weights are whole) or the heaviest weight, minus 1. "
-        f"With eight weights in a set the optimum itself may be above it. Milliseconds: median of {REPETITIONS}."
+        "Equal counts. Heaviest set over the mean (rounded up: weights are whole) or the heaviest weight, "
+        "minus 1. With eight weights in a set the optimum itself may be above it. Milliseconds: median of "
+        f"{REPETITIONS}."
     )
     return [Table("Partition", columns, rows, note)]
 

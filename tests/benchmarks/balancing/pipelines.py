@@ -1,4 +1,6 @@
-"""Plans for pipelines: predicted time against its lower bound, the published order and the given one; planning time."""
+"""Plans for pipelines: predicted time against its lower bound, the published order and the given one;
+planning time.
+"""
 
 from typing import Any
 
@@ -28,8 +30,15 @@ def tables() -> list[Table]:
 def plan_of(name: str, count: int, mini_batches: int, pipeline: Pipeline, **changes: Any) -> Plan:
     """A seeded batch on a pipeline; the cap is twice the longest sequence."""
     lengths = draw(name, count, 0)
-    members: list[NDArray[np.int64]] = np.array_split(np.random.default_rng(0).permutation(count), mini_batches)
-    how = {"ranks": RANKS, "mini_batches": members, "max_tokens": 2 * int(lengths.max()), "cost_model": COST_MODEL}
+    members: list[NDArray[np.int64]] = np.array_split(
+        np.random.default_rng(0).permutation(count), mini_batches
+    )
+    how = {
+        "ranks": RANKS,
+        "mini_batches": members,
+        "max_tokens": 2 * int(lengths.max()),
+        "cost_model": COST_MODEL,
+    }
     return plan_batch(lengths, pipeline=pipeline, **how, **changes)  # type: ignore[arg-type]
 
 
@@ -39,13 +48,15 @@ def _table(count: int, mini_batches: int, virtual: int) -> Table:
     parts = "1 mini-batch" if mini_batches == 1 else f"{mini_batches} mini-batches"
     interleaved = f", {virtual} virtual stages each" if virtual > 1 else ""
     return Table(
-        f"Pipeline of {STAGES} stages{interleaved}: {count:,} sequences in {parts} on {RANKS} data-parallel ranks",
+        f"Pipeline of {STAGES} stages{interleaved}: {count:,} sequences in {parts} on {RANKS} data-parallel "
+        "ranks",
         ["lengths", "plan", "micro-steps", "over ideal", "bubble", "over bound", "plan_batch"],
         rows,
-        "Over ideal: predicted makespans / (workload / ranks / stages), - 1. Bubble: share of their time that stages "
-        "wait. Over bound: above the lower bound for all plans with as many micro-steps of the same mini-batches. It "
-        "need not be reachable (micro_step_targets.py). Small ends: the published order, of micro-steps of equal "
-        f"weight. plan_batch: CPU time of its one thread, median of {REPETITIONS}.",
+        "Over ideal: predicted makespans / (workload / ranks / stages), - 1. Bubble: share of their time "
+        "that stages wait. Over bound: above the lower bound for all plans with as many micro-steps of the "
+        "same mini-batches. It need not be reachable (micro_step_targets.py). Small ends: the published "
+        "order, of micro-steps of equal weight. plan_batch: CPU time of its one thread, median of "
+        f"{REPETITIONS}.",
     )
 
 

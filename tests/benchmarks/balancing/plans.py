@@ -36,7 +36,9 @@ class Batch:
     mini_batches: list[NDArray[np.int64]]
 
     @classmethod
-    def draw(cls, name: str, count: int, ranks: int, seed: int, cap_over_longest: float | None = 2.0) -> "Batch":
+    def draw(
+        cls, name: str, count: int, ranks: int, seed: int, cap_over_longest: float | None = 2.0
+    ) -> "Batch":
         """cap_over_longest: None takes the cap that the adversarial lengths are made for."""
         lengths = draw(name, count, seed)
         cap = DEFAULT_CAP if cap_over_longest is None else int(cap_over_longest * lengths.max())
@@ -87,9 +89,10 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
         title,
         ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst"],
         rows,
-        f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of {MINI_BATCHES} "
-        "random mini-batches, and the same for the lower bound (lower_bounds.py). Above bound: percentage points "
-        "between the two, of the mean and the worst mini-batch. Costs of a 7B-like Qwen2.5.",
+        f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of "
+        f"{MINI_BATCHES} random mini-batches, and the same for the lower bound (lower_bounds.py). Above "
+        "bound: percentage points between the two, of the mean and the worst mini-batch. Costs of a "
+        "7B-like Qwen2.5.",
     )
 
 
@@ -104,7 +107,12 @@ def _step_time_row(name: str, count: int, ranks: int, cap_over_longest: float | 
         caps.append(batch.max_tokens)
     gap = np.subtract(over, least)
     figures = [np.mean(over), np.mean(least), gap.mean(), gap.max()]
-    return [name, f"{count} x {ranks}", f"{max(caps):,}", *(f"{100 * max(figure, 0.0):.3f} %" for figure in figures)]
+    return [
+        name,
+        f"{count} x {ranks}",
+        f"{max(caps):,}",
+        *(f"{100 * max(figure, 0.0):.3f} %" for figure in figures),
+    ]
 
 
 def _times(plan: Plan) -> NDArray[np.float64]:
@@ -132,8 +140,9 @@ def violations() -> Table:
         "Cap violations",
         ["lengths", "batches", "micro-batches", "above a cap", "refused"],
         rows,
-        "Random: 1 to 96 sequences, 1 to 8 ranks, 1 to 3 mini-batches, both layouts, all algorithms and orders, caps "
-        "on sequences, counts and multiples. Refused: counts that contradict the number of sequences.",
+        "Random: 1 to 96 sequences, 1 to 8 ranks, 1 to 3 mini-batches, both layouts, all algorithms and "
+        "orders, caps on sequences, counts and multiples. Refused: counts that contradict the number of "
+        "sequences.",
     )
 
 
@@ -162,8 +171,12 @@ def _above_caps(plan: Plan) -> tuple[int, int]:
     """Micro-batches of a plan, and how many of them are above the cap on tokens or on sequences."""
     sizes = round_up(plan.lengths, plan.length_multiple)
     most = plan.settings.max_sequences or len(plan.lengths)
-    parts = [rows for mini_batch in plan.mini_batches for step in mini_batch.micro_steps for rows in step.ranks]
-    above = [computed_tokens(sizes[rows], plan.layout) > plan.max_tokens or len(rows) > most for rows in parts]
+    parts = [
+        rows for mini_batch in plan.mini_batches for step in mini_batch.micro_steps for rows in step.ranks
+    ]
+    above = [
+        computed_tokens(sizes[rows], plan.layout) > plan.max_tokens or len(rows) > most for rows in parts
+    ]
     return len(parts), sum(above)
 
 
@@ -176,8 +189,8 @@ def planning_times() -> Table:
         "Planning time",
         ["lengths", "sequences x ranks", "plan_batch", "pickled plan", "to pickle"],
         rows,
-        f"{MINI_BATCHES} mini-batches, median of {REPETITIONS}. The cap is twice the longest sequence. For `tight` it "
-        f"is the longest, for `adversarial` {DEFAULT_CAP:,}.",
+        f"{MINI_BATCHES} mini-batches, median of {REPETITIONS}. The cap is twice the longest sequence. For "
+        f"`tight` it is the longest, for `adversarial` {DEFAULT_CAP:,}.",
     )
 
 

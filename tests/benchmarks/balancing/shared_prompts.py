@@ -23,7 +23,9 @@ SHARES_ALIKE = (0.25, 0.75)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """lengths, groups, prompts: int64 [n], of each sequence. mini_batches: index arrays. max_tokens: the cap."""
+    """lengths, groups, prompts: int64 [n], of each sequence. mini_batches: index arrays.
+    max_tokens: the cap.
+    """
 
     lengths: NDArray[np.int64]
     groups: NDArray[np.int64]
@@ -32,7 +34,9 @@ class Batch:
     max_tokens: int
 
     @classmethod
-    def draw(cls, responses: str, prompts: tuple[int, int], mini_batches: str, cap: float, seed: int = 0) -> "Batch":
+    def draw(
+        cls, responses: str, prompts: tuple[int, int], mini_batches: str, cap: float, seed: int = 0
+    ) -> "Batch":
         """A seeded batch; prompts are evenly spread by their logarithm."""
         generator = np.random.default_rng(seed)
         own = _responses(responses, generator)
@@ -55,7 +59,9 @@ class Batch:
         )
 
     def tree(self, share: float, seed: int = 0) -> dict[str, NDArray[np.int64]]:
-        """Each response begins like the one before it with up to `share` of the shorter one's tokens, evenly drawn."""
+        """Each response begins like the one before it with up to `share` of the shorter one's tokens, evenly
+        drawn.
+        """
         own = self.lengths - self.prompts
         shorter = np.minimum(own, np.append(own[:1], own[:-1])) - 1
         depths = np.random.default_rng(seed).uniform(0, share, len(own)) * shorter
@@ -68,7 +74,8 @@ def _responses(name: str, generator: np.random.Generator) -> NDArray[np.int64]:
     drawn = {
         "lognormal": lambda: generator.lognormal(np.log(600), 1.0, count),
         "grouped": lambda: (
-            np.repeat(generator.lognormal(np.log(600), 0.8, GROUPS), SAMPLES) * generator.lognormal(0, 0.6, count)
+            np.repeat(generator.lognormal(np.log(600), 0.8, GROUPS), SAMPLES)
+            * generator.lognormal(0, 0.6, count)
         ),
         "geometric": lambda: generator.geometric(1 / 1000, count),
         "uniform": lambda: generator.integers(16, 4097, count),
@@ -77,12 +84,16 @@ def _responses(name: str, generator: np.random.Generator) -> NDArray[np.int64]:
     return np.clip(np.rint(drawn), 1, LONGEST_RESPONSE).astype(np.int64)
 
 
-def _mini_batches(name: str, groups: NDArray[np.int64], generator: np.random.Generator) -> list[NDArray[np.int64]]:
+def _mini_batches(
+    name: str, groups: NDArray[np.int64], generator: np.random.Generator
+) -> list[NDArray[np.int64]]:
     if name == "1":
         return [np.arange(len(groups))]
     if name == "4 by sequence":
         return [np.sort(part) for part in np.array_split(generator.permutation(len(groups)), 4)]
-    return [np.flatnonzero(np.isin(groups, part)) for part in np.array_split(generator.permutation(GROUPS), 4)]
+    return [
+        np.flatnonzero(np.isin(groups, part)) for part in np.array_split(generator.permutation(GROUPS), 4)
+    ]
 
 
 def tables() -> list[Table]:
@@ -99,14 +110,22 @@ def _table(cap: float) -> Table:
     ]
     return Table(
         f"Shared prompts, cap of {cap:g} times the longest sequence",
-        ["responses", "prompts", "mini-batches", "micro-steps", "heaviest rank", "time", "above the cap", "plan_batch"],
+        [
+            "responses",
+            "prompts",
+            "mini-batches",
+            "micro-steps",
+            "heaviest rank",
+            "time",
+            "above the cap",
+            "plan_batch",
+        ],
         rows,
-        f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks. Workload of the heaviest rank, and time of synchronous "
-        "micro-steps: over the lower bound on the time (lower_bounds.py), - 1. The bound need not be reachable. With "
-        "about as many micro-batches as groups, heavy groups are divided, and each part computes the prompt again. The "
-        "bound only counts this if a cap forces it. "
-        "Above the cap: micro-batches. plan_batch: all mini-batches, CPU time of its one thread, median of "
-        f"{REPETITIONS}.",
+        f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks. Workload of the heaviest rank, and time of "
+        "synchronous micro-steps: over the lower bound on the time (lower_bounds.py), - 1. The bound need "
+        "not be reachable. With about as many micro-batches as groups, heavy groups are divided, and each "
+        "part computes the prompt again. The bound only counts this if a cap forces it. Above the cap: "
+        f"micro-batches. plan_batch: all mini-batches, CPU time of its one thread, median of {REPETITIONS}.",
     )
 
 
@@ -132,14 +151,24 @@ def _table_of_trees() -> Table:
     rows = [_row_of_tree(name, share, cap) for name in RESPONSES for share in SHARES_ALIKE for cap in CAPS]
     return Table(
         "Responses with a common start",
-        ["responses", "common", "cap", "shared, prompts known", "trees known", "time", "above the cap", "plan_batch"],
+        [
+            "responses",
+            "common",
+            "cap",
+            "shared, prompts known",
+            "trees known",
+            "time",
+            "above the cap",
+            "plan_batch",
+        ],
         rows,
-        f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks, prompts of {PROMPTS[0][0]} to {PROMPTS[0][1]} tokens, one "
-        "mini-batch. Common: the share of the shorter response up to which neighbours in a group are equal. Cap: times "
-        "the longest sequence. Shared: tokens that another sequence of the micro-batch computes, counted by a plan "
-        "that only knows prompts, and by a plan that knows trees. Time: the second plan / the first, each with all "
-        "shared tokens of its micro-batches. Above the cap: micro-batches of the second plan. plan_batch: the second "
-        f"plan, CPU time of its one thread, median of {REPETITIONS}.",
+        f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks, prompts of {PROMPTS[0][0]} to {PROMPTS[0][1]} "
+        "tokens, one mini-batch. Common: the share of the shorter response up to which neighbours in a "
+        "group are equal. Cap: times the longest sequence. Shared: tokens that another sequence of the "
+        "micro-batch computes, counted by a plan that only knows prompts, and by a plan that knows trees. "
+        "Time: the second plan / the first, each with all shared tokens of its micro-batches. Above the "
+        "cap: micro-batches of the second plan. plan_batch: the second plan, CPU time of its one thread, "
+        f"median of {REPETITIONS}.",
     )
 
 
@@ -154,7 +183,10 @@ def _row_of_tree(responses: str, alike: float, cap: float) -> list[str]:
         responses,
         f"{100 * alike:.0f} %",
         f"{cap:g}",
-        *(f"{100 * (1 - plan.computed_lengths.sum() / plan.lengths.sum()):.1f} %" for plan in (prompts, trees)),
+        *(
+            f"{100 * (1 - plan.computed_lengths.sum() / plan.lengths.sum()):.1f} %"
+            for plan in (prompts, trees)
+        ),
         f"{times[1] / times[0]:.3f}",
         str(above),
         f"{1e3 * seconds:.0f} ms",

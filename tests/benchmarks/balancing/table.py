@@ -18,7 +18,9 @@ def cpu_seconds(work: Callable[[], object], repetitions: int) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """title: a line. columns: headings. rows: cells as text, one for each column. note: what was measured, how."""
+    """title: a line. columns: headings. rows: cells as text, one for each column. note: what was measured,
+    how.
+    """
 
     title: str
     columns: list[str]

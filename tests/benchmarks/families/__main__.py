@@ -1,7 +1,9 @@
-"""Every causal-LM family of the installed transformers, tiny and random, through the training engine and to vLLM.
+"""Every causal-LM family of the installed transformers, tiny and random, through the training engine and to
+vLLM.
 
-python -m tests.benchmarks.families [--only qwen2 mamba ...] [--output docs/models.md]         minutes on two cores
-python -m tests.benchmarks.families --images [--output docs/models.md]     families that see images, the page's end
+python -m tests.benchmarks.families [--only qwen2 mamba ...] [--output docs/models.md]         minutes on two
+cores python -m tests.benchmarks.families --images [--output docs/models.md]     families that see images, the
+page's end
 """
 
 import argparse
@@ -15,7 +17,11 @@ from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
 from tests.benchmarks.families.page import IMAGES, Outcomes, images_markdown, markdown
 from tests.workers.model.ranks import RankError, RankPool
 
-QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 ENGINE = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -26,7 +32,9 @@ ENGINE = {
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="markdown file to write, for example docs/models.md")
     parser.add_argument("--only", nargs="+", help="model types; all unless given")
     parser.add_argument("--images", action="store_true", help="families that see images, with images")
@@ -42,7 +50,9 @@ def main() -> None:
     engine.stop()
     if options.output:
         text, heading, images = options.output.read_text(encoding="utf-8").partition(IMAGES)
-        text, images = (text, images_markdown(found)) if options.images else (markdown(found), heading + images)
+        text, images = (
+            (text, images_markdown(found)) if options.images else (markdown(found), heading + images)
+        )
         options.output.write_text(text.rstrip() + "\n\n" + images, encoding="utf-8")
 
 
@@ -54,7 +64,9 @@ def causal_families() -> list[str]:
 
 
 def measure(ranks: RankPool, engine: RankPool, family: str) -> Outcomes:
-    """The outcome of each way for one family, or `all` of them if it cannot be built. engine: a process for vLLM."""
+    """The outcome of each way for one family, or `all` of them if it cannot be built. engine: a process for
+    vLLM.
+    """
     from tests.benchmarks.families.engines import send  # with vLLM, for which the environment is set by now
 
     with tempfile.TemporaryDirectory() as name:
@@ -63,7 +75,8 @@ def measure(ranks: RankPool, engine: RankPool, family: str) -> Outcomes:
         if problem:
             return {"all": Outcome("not built", reason=problem)}
         found = {
-            way: _guarded(lambda run=run: ranks.run(compare, run.ranks, folder, run)[0]) for way, run in RUNS.items()
+            way: _guarded(lambda run=run: ranks.run(compare, run.ranks, folder, run)[0])
+            for way, run in RUNS.items()
         }
         found["vLLM"] = _guarded(lambda: engine.run(send, 1, folder)[0])
         if found["vLLM"].verdict not in ("exact", "not there"):
@@ -79,7 +92,8 @@ def measure_images(ranks: RankPool, family: str) -> Outcomes:
         if built.verdict != "exact":
             return dict.fromkeys(RUNS, built) if built.verdict == "refused" else {"all": built}
         return {
-            way: _guarded(lambda run=run: ranks.run(compare, run.ranks, folder, run)[0]) for way, run in RUNS.items()
+            way: _guarded(lambda run=run: ranks.run(compare, run.ranks, folder, run)[0])
+            for way, run in RUNS.items()
         }
 
 

@@ -1,4 +1,6 @@
-"""Weights of one family to a real vLLM engine on a CPU: log-probs before an update of all weights and after it."""
+"""Weights of one family to a real vLLM engine on a CPU: log-probs before an update of all weights and after
+it.
+"""
 
 from pathlib import Path
 
@@ -18,14 +20,17 @@ def send(folder: Path) -> Outcome:
     """What became of the model in `folder` in an engine, after an update."""
     if not _is_known(folder):
         return Outcome("not there", reason="vLLM has no such architecture")
-    # Where vLLM runs transformers' classes, it changes how they are called, those of the trainer in this process too.
+    # Where vLLM runs transformers' classes, it changes how they are called, those of the trainer in this
+    # process too.
     nn.Module.do_not_compile = True  # type: ignore[assignment]
     try:
         found = transfer(str(folder), PLACEMENT, 0)
     except BallastError as error:
         return Outcome("refused", reason=str(error))
     except Exception as error:
-        lines = [line for line in str(error).strip().splitlines() if "errors.pydantic.dev" not in line] or [""]
+        lines = [line for line in str(error).strip().splitlines() if "errors.pydantic.dev" not in line] or [
+            ""
+        ]
         return Outcome("crash", reason=f"{type(error).__name__}: {lines[-1].strip()}")
     difference = max(found["before"], found["sent"])
     if difference < LOG_PROB_TOLERANCE:
@@ -37,7 +42,9 @@ def send(folder: Path) -> Outcome:
         if problem := beyond(mean, difference, PolicyConfig.max_mismatch, "float32", equal_weights):
             return Outcome("refused", difference, problem)  # by the first step of a run
     # Before any transfer: what a run shows as its mismatch, and goes on with.
-    return Outcome("close" if found["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own")
+    return Outcome(
+        "close" if found["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own"
+    )
 
 
 def _is_known(folder: Path) -> bool:

@@ -3,8 +3,8 @@
     tiny configuration --> folder --> transformers, a sequence at a time         --> log-probs, gradient --> Outcome
                                   `-> engine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
 
-The engine refuses by itself what it computes wrongly (`workers.model.numerics_check`). This is measured again, with
-other sequences and another parameter's gradient: `wrong` is what that check has missed.
+The engine refuses by itself what it computes wrongly (`workers.model.numerics_check`). This is measured
+again, with other sequences and another parameter's gradient: `wrong` is what that check has missed.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,9 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """verdict: `exact`, `wrong`, `refused`, `crash`, `not built` or `not there`. difference: of the log-probs, nats,
-    where there is one. reason: of a refusal or an error."""
+    """verdict: `exact`, `wrong`, `refused`, `crash`, `not built` or `not there`. difference: of the
+    log-probs, nats, where there is one. reason: of a refusal or an error.
+    """
 
     verdict: str
     difference: float | None = None
@@ -62,7 +63,8 @@ RUNS = {
 
 
 def build(model_type: str, folder: Path, **changes: Any) -> str:
-    """Save a random model of the family and its own answers in `folder`; returns why it could not, or nothing.
+    """Save a random model of the family and its own answers in `folder`; returns why it could not, or
+    nothing.
 
     changes: of the configuration.
     """
@@ -74,7 +76,9 @@ def build(model_type: str, folder: Path, **changes: Any) -> str:
         fill_zeros(model)
         model.save_pretrained(folder)
         save_tokenizer(folder, VOCABULARY)
-        read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        read = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         torch.save((sequences(), *_own_answers(read)), folder / EXPECTED)
     except Exception as error:
         return named(error)
@@ -99,7 +103,9 @@ def compare(folder: Path, run: Run, **settings: Any) -> Outcome:
     difference = float((log_probs - expected).abs().max())
     slope = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     exact = difference < TOLERANCE and slope < TOLERANCE
-    return Outcome("exact" if exact else "wrong", difference, "" if exact else f"its gradient differs by {slope:.0%}")
+    return Outcome(
+        "exact" if exact else "wrong", difference, "" if exact else f"its gradient differs by {slope:.0%}"
+    )
 
 
 def sequences() -> DataProto:

@@ -45,9 +45,7 @@ refused.
 
 IMAGES = "## Models that see images"
 
-NOT_MEASURED = (
-    "Not measured here, because no tiny model with a processor could be built. A run compares them when it loads them"
-)
+NOT_MEASURED = "Not measured here, because no tiny model with a processor could be built. A run compares them when it loads them"
 IMAGES_HEADER = (
     IMAGES
     + """
@@ -105,12 +103,19 @@ def markdown(found: dict[str, Outcomes]) -> str:
         vllm=_vllm_version(),
         counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in columns]),
     )
-    rows = [[f"`{family}`", *(_cell(outcomes.get(name)) for name in columns)] for family, outcomes in built.items()]
+    rows = [
+        [f"`{family}`", *(_cell(outcomes.get(name)) for name in columns)]
+        for family, outcomes in built.items()
+    ]
     refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
-    not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
+    not_built = {
+        f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes
+    }
     text = head + _table(["family", *columns], [row for row in rows if row[0] not in refused])
     text += _listed("Refused in every layout", refused)
-    return text + _listed("Not measured, because transformers cannot build a tiny text model", not_built) + "\n"
+    return (
+        text + _listed("Not measured, because transformers cannot build a tiny text model", not_built) + "\n"
+    )
 
 
 def images_markdown(found: dict[str, Outcomes]) -> str:
@@ -123,7 +128,9 @@ def images_markdown(found: dict[str, Outcomes]) -> str:
     )
     rows = [[f"`{family}`", *(_cell(outcomes[name]) for name in RUNS)] for family, outcomes in built.items()]
     refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
-    not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
+    not_built = {
+        f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes
+    }
     text = head + _table(["family", *RUNS], [row for row in rows if row[0] not in refused])
     text += _listed("Refused in every layout", refused)
     return text + _listed(NOT_MEASURED, not_built) + "\n"

@@ -1,4 +1,5 @@
-"""A tiny configuration of every causal-LM family of transformers: few layers, of every kind that the family has.
+"""A tiny configuration of every causal-LM family of transformers: few layers, of every kind that the family
+has.
 
 default configuration --sizes by name--> --lists a layer: one entry of each kind--> --special cases--> tiny
 """
@@ -12,14 +13,26 @@ MOST_KINDS = 4  # of layers in one model
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS
+    ),
     **dict.fromkeys(("context_length", "max_target_positions", "max_source_positions"), POSITIONS),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "embedding_size"), 128),
-    **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width"), 128),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "dff"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "ffn_hidden_size", "d_inner"), 64),
-    **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "dense_intermediate_size", "dim_ff"), 64),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "feed_forward_size"), 64),
+    **dict.fromkeys(
+        ("word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width"), 128
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "dff"), 64
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "ffn_hidden_size", "d_inner"), 64
+    ),
+    **dict.fromkeys(
+        ("intermediate_size_mlp", "shared_intermediate_size", "dense_intermediate_size", "dim_ff"), 64
+    ),
+    **dict.fromkeys(
+        ("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "feed_forward_size"), 64
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "index_n_heads"), 4),
@@ -35,14 +48,18 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group"), 1),
-    **dict.fromkeys(("topk_group", "num_expert_group", "mamba_n_groups", "n_groups", "first_k_dense_replace"), 1),
+    **dict.fromkeys(
+        ("topk_group", "num_expert_group", "mamba_n_groups", "n_groups", "first_k_dense_replace"), 1
+    ),
     **dict.fromkeys(("num_dense_layers", "zero_expert_num"), 1),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), 8),
     **dict.fromkeys(("attention_chunk_size", "local_attention", "index_topk", "block_size"), 8),
     **dict.fromkeys(("hidden_size_per_layer_input", "o_groups", "hc_count", "hc_mult"), 4),
     "num_kv_shared_layers": 0,
 }
-"""Upper bounds by the names that families give their sizes; heads are of a size that vLLM's CPU kernels take."""
+"""Upper bounds by the names that families give their sizes; heads are of a size that vLLM's CPU
+kernels take.
+"""
 
 LAYERS = (
     "num_hidden_layers",
@@ -57,7 +74,12 @@ LAYERS = (
     "num_layers_per_stack",
 )
 
-FACTORS: dict[str, float] = {"initializer_range": 0.1, "init_std": 0.1, "logits_scaling": 3.0, "logit_scale": 0.4}
+FACTORS: dict[str, float] = {
+    "initializer_range": 0.1,
+    "init_std": 0.1,
+    "logits_scaling": 3.0,
+    "logit_scale": 0.4,
+}
 FACTORS |= {"lm_head_multiplier": 0.4, "embedding_multiplier": 2.0, "final_logit_softcapping": 2.0}
 FACTORS |= {"attn_logit_softcapping": 2.0, "logits_mup_width_multiplier": 3.0, "residual_multiplier": 0.7}
 """Values that move the log-probs where a default would not."""
@@ -70,7 +92,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 64},
     "blt": {"encoder_hash_byte_group_vocab": 96},
     "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+        }
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
@@ -118,7 +142,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, sizes: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """A configuration with a few thousand parameters a layer. sizes: more upper bounds, or other ones than `SIZES`.
+    """A configuration with a few thousand parameters a layer. sizes: more upper bounds, or other ones than
+    `SIZES`.
 
     Raises what the configuration's class raises.
     """
@@ -133,19 +158,28 @@ def _shrunk(config: PreTrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     layers = max([2, *(len(set(map(str, kind))) for kind in kinds.values())])
     changed = {name: _cycled(kind, layers) for name, kind in kinds.items()}
     changed |= {name: layers for name in LAYERS if given.get(name)}
-    changed |= {name: min(given[name], size) for name, size in sizes.items() if isinstance(given.get(name), int)}
+    changed |= {
+        name: min(given[name], size) for name, size in sizes.items() if isinstance(given.get(name), int)
+    }
     changed |= {name: value for name, value in (FACTORS | CHOICES).items() if given.get(name) is not None}
-    changed |= {name: index % 2 for index, name in enumerate(sorted(given)) if _is_far_token(name, given[name])}
+    changed |= {
+        name: index % 2 for index, name in enumerate(sorted(given)) if _is_far_token(name, given[name])
+    }
     for name in config.sub_configs:
         if isinstance(given.get(name), PreTrainedConfig):
             changed[name] = type(given[name])(**_shrunk(given[name], sizes))
     if "kv_lora_rank" in given:  # one latent for all heads, and rotary positions on a part of each
-        changed |= {"num_key_value_heads": changed["num_attention_heads"], "head_dim": changed["qk_rope_head_dim"]}
+        changed |= {
+            "num_key_value_heads": changed["num_attention_heads"],
+            "head_dim": changed["qk_rope_head_dim"],
+        }
     return changed | SPECIAL.get(config.model_type, {})
 
 
 def _layer_kinds(given: dict[str, Any]) -> dict[str, list[Any]]:
-    """Lists with an entry for every layer, unless each has one of its own: then they are numbers of layers."""
+    """Lists with an entry for every layer, unless each has one of its own: then they are numbers
+    of layers.
+    """
     counts = {given[name] for name in LAYERS if isinstance(given.get(name), int)} - {0}
     lists = {name: value for name, value in given.items() if isinstance(value, list) and len(value) in counts}
     return {name: value for name, value in lists.items() if len(set(map(str, value))) <= MOST_KINDS}

@@ -36,7 +36,11 @@ VISION_FAMILIES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 EDGE = 224  # of images with a size that the family fixes
 SIZES = {"max_position_embeddings": 8192, "depth": 2, "image_size": EDGE, "window_size": 112}
 SIZES |= {"out_hidden_size": 128, "embed_dim": 64}
-EDGES = {"llava_next": 336, "llava_next_video": 336, "llava_onevision": 384}  # their tiles are multiples of it
+EDGES = {
+    "llava_next": 336,
+    "llava_next_video": 336,
+    "llava_onevision": 384,
+}  # their tiles are multiples of it
 CHANGES = {"vipllava": {"vision_feature_layers": [-1, -2]}}
 LIKE = {
     "cosmos3_omni": "qwen3_vl",
@@ -53,7 +57,9 @@ NAMED = re.compile(r"tokenizer\.(\w+_token)\b")
 
 
 def build(model_type: str, folder: Path) -> Outcome:
-    """Save a random model of the family, its processor and its own answers. Whether that is possible, and why not."""
+    """Save a random model of the family, its processor and its own answers. Whether that is possible, and why
+    not.
+    """
     if model_type in IMAGES_SEE_AHEAD:
         return Outcome("refused", reason="within an image it attends to later tokens")
     try:
@@ -108,13 +114,19 @@ def _sections(text: Any, rope: dict[str, Any]) -> list[int]:
 
 
 def _processor(model_type: str, config: Any, pixels_an_edge: int) -> Any:
-    """The family's processor, of default sizes, with a tokenizer that has the special tokens its source names."""
+    """The family's processor, of default sizes, with a tokenizer that has the special tokens its source
+    names.
+    """
     if model_type not in PROCESSOR_MAPPING_NAMES or model_type not in IMAGE_PROCESSOR_MAPPING_NAMES:
         raise LookupError("transformers has no processor for it")
     found = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
     source = inspect.getsource(importlib.import_module(found.__module__))
     special = {"bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    named = {name: f"<{name}>" for name in NAMED.findall(source) if name not in {"eos_token", "pad_token", *special}}
+    named = {
+        name: f"<{name}>"
+        for name in NAMED.findall(source)
+        if name not in {"eos_token", "pad_token", *special}
+    }
     tower = getattr(config, "vision_config", None)
     patch, merged = getattr(tower, "patch_size", None), getattr(tower, "spatial_merge_size", None)
     asked = {"patch_size": patch, "merge_size": merged}
@@ -161,11 +173,13 @@ def sequences(folder: Path) -> DataProto:
     images = [Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures()]
     rows, placed = [], []
     for text, numbers in TEXTS:
-        ids = processor.tokenizer(_shown(processor, text), add_special_tokens=False, return_tensors="np")["input_ids"][
-            0
-        ]
+        ids = processor.tokenizer(_shown(processor, text), add_special_tokens=False, return_tensors="np")[
+            "input_ids"
+        ][0]
         expanded, places = placeholders.expand(ids, [images[number] for number in numbers], "a text")
-        rows.append({"input_ids": torch.from_numpy(expanded).long(), "loss_mask": torch.arange(len(expanded)) > 0})
+        rows.append(
+            {"input_ids": torch.from_numpy(expanded).long(), "loss_mask": torch.arange(len(expanded)) > 0}
+        )
         placed.append(places)
     batch = DataProto.from_list(rows)
     batch.objects["images"] = object_column(placed)

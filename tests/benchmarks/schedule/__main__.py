@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.schedule [--seeds 5] [--output docs/schedule-benchmark.md] [--picture docs/schedule.png]
 
-Nothing is generated and no clock is read: the same command writes the same page on every machine (`simulator.py`).
+Nothing is generated and no clock is read: the same command writes the same page on every machine
+(`simulator.py`).
 """
 
 import argparse
@@ -118,7 +119,9 @@ def tails_table(seeds: range) -> Table:
             synchronous, ours = (
                 measured(row, workload, seeds) for row in (compared(workload)[0], windowed(workload, 2, 0.3))
             )
-            line.append(f"{ours.tokens_per_second / synchronous.tokens_per_second:.2f}x, {ours.trainer_busy:.0%}")
+            line.append(
+                f"{ours.tokens_per_second / synchronous.tokens_per_second:.2f}x, {ours.trainer_busy:.0%}"
+            )
         lines.append(line)
     note = "S = 2, f = 0.3: tokens/s over the synchronous run, and the trainer's busy share, by the trainer's tokens/s."
     return Table("Other lengths, other trainers", ["sigma", "7,000", "14,000", "28,000"], lines, note)
@@ -143,7 +146,9 @@ def _draw_row(axes: Axes, row: Row, record: Record) -> None:
     start, slots = before[-1].end, record.workload.engines * record.workload.slots
     times, decoding = zip(*record.decoding, strict=True)
     minutes = [(time - start) / 60 for time in times]
-    axes.fill_between(minutes, [samples / slots for samples in decoding], step="post", color=ENGINES, linewidth=0)
+    axes.fill_between(
+        minutes, [samples / slots for samples in decoding], step="post", color=ENGINES, linewidth=0
+    )
     spans = [((step.start - start) / 60, (step.end - step.start) / 60) for step in record.steps]
     axes.broken_barh(spans, (-0.45, 0.35), color=TRAINER, linewidth=0)
     axes.set(xlim=(0, MINUTES), ylim=(-0.5, 1.05), yticks=(0, 1), yticklabels=("0", "full"))
@@ -154,7 +159,9 @@ def _draw_row(axes: Axes, row: Row, record: Record) -> None:
 
 def main() -> None:
     """Simulate all and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--picture", type=Path)

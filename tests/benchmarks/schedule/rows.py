@@ -16,8 +16,9 @@ ONE_GROUP = 1e-9  # a window of one group
 
 @dataclass
 class WholeSteps:
-    """Each step trains on the groups that were admitted for it. ahead: steps generated before the weights they belong
-    to are there: 0 is synchronous, 1 an overlap of generation with training."""
+    """Each step trains on the groups that were admitted for it. ahead: steps generated before the weights
+    they belong to are there: 0 is synchronous, 1 an overlap of generation with training.
+    """
 
     workload: Workload
     ahead: int
@@ -53,8 +54,9 @@ class WholeSteps:
 
 @dataclass
 class GreedyWithDiscards:
-    """A step trains on the first groups that are finished; those older than `eta` versions are discarded, finished or
-    not. capacity: groups in generation, finished or in training."""
+    """A step trains on the first groups that are finished; those older than `eta` versions are discarded,
+    finished or not. capacity: groups in generation, finished or in training.
+    """
 
     workload: Workload
     capacity: int
@@ -102,7 +104,9 @@ class GreedyWithDiscards:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule. bound: the largest age that it allows. drains: whether engines are empty before an update."""
+    """A schedule. bound: the largest age that it allows. drains: whether engines are empty before
+    an update.
+    """
 
     name: str
     policy: Callable[[], Policy]
@@ -145,8 +149,10 @@ def compared(workload: Workload) -> list[Row]:
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers of a run. mean_length, long_length: of all trained groups over all prompts. steady_length: of those
-    trained in the steady part, over its prompts. discarded, wasted: shares of groups and of decoded tokens."""
+    """Numbers of a run. mean_length, long_length: of all trained groups over all prompts. steady_length: of
+    those trained in the steady part, over its prompts. discarded, wasted: shares of groups and of decoded
+    tokens.
+    """
 
     SKIPPED: ClassVar[int] = 10  # steps at either end that are not the steady part
 

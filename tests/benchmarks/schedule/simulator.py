@@ -1,9 +1,11 @@
-"""A run as events: engines that decode, a trainer, and a policy that says what is generated and what is trained on.
+"""A run as events: engines that decode, a trainer, and a policy that says what is generated and what is
+trained on.
 
     admit -> waiting -> decoding on an engine -> group finished -> take -> training -> update -> published
 
-An engine decodes a token of each of its samples in a + c * samples seconds. During an update of the weights engines and
-trainer wait; what is half decoded goes on afterwards. With `drains`, an update waits until no engine has anything left.
+An engine decodes a token of each of its samples in a + c * samples seconds. During an update of the weights
+engines and trainer wait; what is half decoded goes on afterwards. With `drains`, an update waits until no
+engine has anything left.
 """
 
 import heapq
@@ -18,7 +20,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sampled and trained, and how fast. slots: samples that an engine decodes at once. a, c: see above."""
+    """What is sampled and trained, and how fast. slots: samples that an engine decodes at once. a, c: see
+    above.
+    """
 
     steps: int = 100
     prompts_per_step: int = 32
@@ -56,8 +60,9 @@ class Policy(Protocol):
 
 
 class Engines:
-    """All engines and what waits for them. A sample is (end, group): it is complete when its engine has decoded `end`
-    tokens for each of its samples."""
+    """All engines and what waits for them. A sample is (end, group): it is complete when its engine has
+    decoded `end` tokens for each of its samples.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -132,8 +137,9 @@ class Step:
 
 @dataclass
 class Record:
-    """What happened in a run. lengths: [groups, samples]. decoding: the time and the samples that engines had from then
-    on. discarded: groups, with the tokens that were decoded of them."""
+    """What happened in a run. lengths: [groups, samples]. decoding: the time and the samples that engines had
+    from then on. discarded: groups, with the tokens that were decoded of them.
+    """
 
     workload: Workload
     lengths: np.ndarray

@@ -22,7 +22,9 @@ VARIABLES = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PA
 
 
 class HeadNode(grpc.GenericRpcHandler):
-    """Answers as Ray's head node does. methods: those it has. token: what it wants to see, "" takes anybody."""
+    """Answers as Ray's head node does. methods: those it has. token: what it wants to see, ""
+    takes anybody.
+    """
 
     def __init__(self, *methods: str, token: str = "") -> None:
         self.methods, self.token = methods, token
@@ -106,7 +108,10 @@ def test_an_address_where_no_ray_answers_is_named(
     ],
 )
 def test_a_token_that_is_missing_or_wrong_is_one_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    message: str,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -115,7 +120,9 @@ def test_a_token_that_is_missing_or_wrong_is_one_line(
         assert message in refused(capfd, f"resources.ray_address={address}")
 
 
-def test_a_cluster_that_takes_our_token_or_wants_none_is_joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_takes_our_token_or_wants_none_is_joined(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text(f"{TOKEN}\n")
     with serving(HeadNode(HEALTH, CLUSTER_ID, token=TOKEN)) as address:
@@ -147,7 +154,11 @@ def test_a_web_proxy_of_the_environment_does_not_stand_before_a_cluster(
     ],
 )
 def test_a_local_ray_whose_token_file_cannot_be_written_gets_its_token_by_the_environment(
-    home: Path, monkeypatch: pytest.MonkeyPatch, home_is_a_file: bool, environment: dict[str, str], is_set: bool
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    home_is_a_file: bool,
+    environment: dict[str, str],
+    is_set: bool,
 ) -> None:
     (home / "file").touch()
     monkeypatch.setenv("HOME", str(home / "file" if home_is_a_file else home))

@@ -47,7 +47,9 @@ def placed_pools(draw: st.DrawFn) -> tuple[Pool, list[int], list[int]]:
 
     Sizes divide each other, and the engine's is among them or between them.
     """
-    tensor, context, shard, copies = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 3), (1, 2), (1, 2)))
+    tensor, context, shard, copies = (
+        draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 3), (1, 2), (1, 2))
+    )
     groups = (tensor, tensor * context, tensor * context * shard)
     total = groups[-1] * copies * draw(st.integers(1, 4))
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=5)))

@@ -175,11 +175,14 @@ def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
     group = WorkerGroup("failing", ArithmeticWorker, bundles, Share(0.5), dp=2, timeout_s=120)
     try:
         with pytest.raises(
-            WorkerError, match=r"(?s)^failing dp=1 failed in failing\.fail_on: RuntimeError.*in fail_on.*out of cheese"
+            WorkerError,
+            match=r"(?s)^failing dp=1 failed in failing\.fail_on: RuntimeError.*in fail_on.*out of cheese",
         ):
             group.fail_on(1)
         late: Callable = group.double.remote(1).result
-        with pytest.raises(WorkerError, match=r"failing\.double did not finish within 0\.5 s on failing dp=0"):
+        with pytest.raises(
+            WorkerError, match=r"failing\.double did not finish within 0\.5 s on failing dp=0"
+        ):
             late(timeout_s=0.5)
         with pytest.raises(LookupError, match="seen while waiting"):
             late(meanwhile=raise_what_was_seen)

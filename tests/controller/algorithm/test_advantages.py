@@ -1,4 +1,6 @@
-"""Every estimator against its paper, group by group in plain Python, and against answers worked out by hand."""
+"""Every estimator against its paper, group by group in plain Python, and against answers worked
+out by hand.
+"""
 
 import itertools
 import statistics
@@ -30,7 +32,9 @@ def rewards_of(rows: list[Row]) -> list[float]:
 
 def grpo_by_paper(rows: list[Row], row: Row) -> float:
     rewards = rewards_of(group_of(rows, row))
-    return (row[1] - statistics.fmean(rewards)) / ((statistics.stdev(rewards) if len(rewards) > 1 else 0) + EPSILON)
+    return (row[1] - statistics.fmean(rewards)) / (
+        (statistics.stdev(rewards) if len(rewards) > 1 else 0) + EPSILON
+    )
 
 
 def dr_grpo_by_paper(rows: list[Row], row: Row) -> float:
@@ -62,7 +66,9 @@ def remax_by_paper(rows: list[Row], row: Row) -> float:
 
 def opo_by_paper(rows: list[Row], row: Row) -> float:
     group = group_of(rows, row)
-    return row[1] - sum(tokens * reward for _, reward, tokens, _ in group) / sum(tokens for _, _, tokens, _ in group)
+    return row[1] - sum(tokens * reward for _, reward, tokens, _ in group) / sum(
+        tokens for _, _, tokens, _ in group
+    )
 
 
 def pass_at_k_by_paper(rows: list[Row], row: Row, k: int = 2) -> float:
@@ -73,7 +79,9 @@ def pass_at_k_by_paper(rows: list[Row], row: Row, k: int = 2) -> float:
     subsets = list(itertools.combinations(group, k))
     best = [max(rewards_of(list(subset))) for subset in subsets]
     mean, std = statistics.fmean(best), statistics.pstdev(best)
-    own = [(b - mean) / (std + EPSILON) for b, s in zip(best, subsets, strict=True) if any(m is row for m in s)]
+    own = [
+        (b - mean) / (std + EPSILON) for b, s in zip(best, subsets, strict=True) if any(m is row for m in s)
+    ]
     return statistics.fmean(own)
 
 
@@ -195,4 +203,8 @@ def test_signal_is_a_property_of_the_group() -> None:
 
 def test_the_settings_offer_estimators_that_are_there() -> None:
     (setting,) = [found for found in settings_of(Config()) if found.key == "algorithm.advantage"]
-    assert set(setting.choices) == set(ESTIMATORS) | {"gae", "gigpo", "custom"}  # by token, by turn, by a function
+    assert set(setting.choices) == set(ESTIMATORS) | {
+        "gae",
+        "gigpo",
+        "custom",
+    }  # by token, by turn, by a function

@@ -27,7 +27,9 @@ from workers.model.losses.returns import discounts, gae, token_rewards
 
 SAMPLES = st.lists(  # turns of each sample: tokens, reward, state, and whether a row ends behind it
     st.lists(
-        st.tuples(st.integers(1, 4), st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.integers(0, 2), st.booleans()),
+        st.tuples(
+            st.integers(1, 4), st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.integers(0, 2), st.booleans()
+        ),
         min_size=1,
         max_size=4,
     ),
@@ -67,15 +69,25 @@ def tokens_of(turns: np.ndarray, reward: np.ndarray) -> DataProto:
 
 
 @settings(deadline=None)
-@given(SAMPLES, st.sampled_from(["token", "turn"]), st.sampled_from([0.0, 0.5, 1.0]), st.floats(0.5, 1.0), st.data())
-def test_returns_and_gae_are_those_of_a_loop(samples: list[Any], per: str, gamma: float, lam: float, data: Any) -> None:
+@given(
+    SAMPLES,
+    st.sampled_from(["token", "turn"]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.floats(0.5, 1.0),
+    st.data(),
+)
+def test_returns_and_gae_are_those_of_a_loop(
+    samples: list[Any], per: str, gamma: float, lam: float, data: Any
+) -> None:
     rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))
     batch = batch_of(samples, rewards)
     turns = by_turn(algorithm(credit="turn"), batch, batch["reward"])
     tokens = tokens_of(turns, batch["reward"])
     values = np.sin(np.arange(tokens.num_loss_tokens))
     lengths = tokens.loss_token_counts.numpy()
-    found, _ = gae(token_rewards(tokens).numpy(), values, lengths, gamma=discounts(tokens, gamma, per), lam=lam)
+    found, _ = gae(
+        token_rewards(tokens).numpy(), values, lengths, gamma=discounts(tokens, gamma, per), lam=lam
+    )
     expected: list[float] = []
     for turns_of_sample, reward in zip(samples, rewards, strict=True):
         own = values[len(expected) : len(expected) + sum(each[0] for each in turns_of_sample)]
@@ -98,7 +110,9 @@ def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(samples: list[An
     """Without a discount the first token's return is the sample's reward, as without turns."""
     rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))
     batch = batch_of(samples, rewards)
-    found = {credit: by_turn(algorithm(credit=credit), batch, batch["reward"]) for credit in ("turn", "episode")}
+    found = {
+        credit: by_turn(algorithm(credit=credit), batch, batch["reward"]) for credit in ("turn", "episode")
+    }
     for rows in found.values():
         assert [sum(number for _, number in row) for row in rows] == pytest.approx(rewards)
     for turns, by_turns, by_episode in zip(samples, found["turn"], found["episode"], strict=True):
@@ -113,12 +127,18 @@ def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(samples: list[An
 
 @settings(deadline=None)
 @given(
-    SAMPLES, st.booleans(), st.sampled_from(["turn", "episode"]), st.sampled_from(["observation", "number"]), st.data()
+    SAMPLES,
+    st.booleans(),
+    st.sampled_from(["turn", "episode"]),
+    st.sampled_from(["observation", "number"]),
+    st.data(),
 )
 def test_gigpo_is_the_papers_in_one_row_or_several(
     samples: list[Any], std: bool, credit: str, states: str, data: Any
 ) -> None:
-    rewards = data.draw(st.lists(st.sampled_from([0.0, 1.0, 1.5]), min_size=len(samples), max_size=len(samples)))
+    rewards = data.draw(
+        st.lists(st.sampled_from([0.0, 1.0, 1.5]), min_size=len(samples), max_size=len(samples))
+    )
     chosen = algorithm(advantage="gigpo", credit=credit, gamma=0.9, normalize_by_std=std)
     chosen.gigpo.weight, chosen.gigpo.states = 0.5, states
     returns, groups = {}, defaultdict(list)
@@ -167,7 +187,9 @@ def sessions_of(trees: list[Any], rewards: list[list[float | None]]) -> tuple[li
     sample, tokens = np.array(rows).T
     columns = {"sample_number": sample, "response_tokens": tokens, "group_number": sample // 2}
     columns |= {"greedy_reward": sample / 4, "reward": np.array([each.value for each in sessions])[sample]}
-    return sessions, RemoteBatch(columns | {"offsets": object_column([e.credit() for e in sessions])[sample]}, {})
+    return sessions, RemoteBatch(
+        columns | {"offsets": object_column([e.credit() for e in sessions])[sample]}, {}
+    )
 
 
 @settings(deadline=None)
@@ -207,7 +229,9 @@ def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(samples: list[Any]
         for leaf in session.leaves:
             for node in session.path(leaf):
                 order += [node] * (node.number not in below)
-                below.setdefault(node.number, []).append(advantage(number, float(session._of_leaf(leaf) or 0.0)))
+                below.setdefault(node.number, []).append(
+                    advantage(number, float(session._of_leaf(leaf) or 0.0))
+                )
         assert [tokens for tokens, _ in mine] == [node.response.sampled_tokens for node in order]
         expected = [np.mean(below[node.number]) for node in order]
         np.testing.assert_allclose([a for _, a in mine], expected, rtol=1e-5, atol=1e-5)
@@ -235,7 +259,9 @@ class Scores:
 
 
 @pytest.fixture
-def learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DataProto, dict[str, float]]]:
+def learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[DataProto, dict[str, float]]]:
     """What the loss of a run's first step reads, and the step's metrics."""
     write_stand_in_workspace(tmp_path)
     (tmp_path / "env.py").write_text(ENVIRONMENT)
@@ -269,9 +295,14 @@ def episodes(sequences: DataProto) -> list[tuple[list[int], list[float]]]:
 @pytest.mark.parametrize("per", ["token", "turn"])
 @pytest.mark.parametrize("critic", [False, True])
 def test_a_configuration_credits_turns(learned: Any, critic: bool, per: str) -> None:
-    estimator = ["gae", "algorithm.gae.gamma=0.5"] if critic else ["reinforce_plus_plus", "algorithm.gamma=0.5"]
+    estimator = (
+        ["gae", "algorithm.gae.gamma=0.5"] if critic else ["reinforce_plus_plus", "algorithm.gamma=0.5"]
+    )
     sequences, metrics = learned(
-        f"algorithm.advantage={estimator[0]}", estimator[1], f"algorithm.gamma_per={per}", "algorithm.credit=turn"
+        f"algorithm.advantage={estimator[0]}",
+        estimator[1],
+        f"algorithm.gamma_per={per}",
+        "algorithm.credit=turn",
     )
     returns = []
     for counts, earned in episodes(sequences):
@@ -295,7 +326,10 @@ def test_a_configuration_compares_turns(learned: Any) -> None:
     advantages = sequences.tokens["advantages"][sequences.tokens["loss_mask"]].reshape(-1, 3, 3)
     assert torch.equal(advantages, advantages[:, :1, :1].expand_as(advantages))
     sequences, _ = learned(
-        "run.name=second", "algorithm.advantage=gigpo", "algorithm.credit=turn", "algorithm.normalize_by_std=false"
+        "run.name=second",
+        "algorithm.advantage=gigpo",
+        "algorithm.credit=turn",
+        "algorithm.normalize_by_std=false",
     )
     found = sequences.tokens["advantages"][sequences.tokens["loss_mask"]].reshape(-1, 3, 3)
     assert torch.equal(found, found[..., :1].expand_as(found))
@@ -309,9 +343,15 @@ def test_a_configuration_compares_turns(learned: Any) -> None:
 
 def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any) -> None:
     """The template changes how earlier turns begin, so that each turn is a row."""
-    gigpo = ["algorithm.advantage=gigpo", "algorithm.credit=turn", "batch.epochs=2", "algorithm.loss.name=ppo_clip"]
+    gigpo = [
+        "algorithm.advantage=gigpo",
+        "algorithm.credit=turn",
+        "batch.epochs=2",
+        "algorithm.loss.name=ppo_clip",
+    ]
     Path("model/chat_template.jinja").write_text(
-        "{% for m in messages %}{{ '=' if m.role == 'assistant' and not loop.last }}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{{ '=' if m.role == 'assistant' and not loop.last }}{{ m.content }}{% "
+        "endfor %}"
     )
     records = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
     chats = [record | {"prompt": [{"role": "user", "content": record["prompt"]}]} for record in records]
@@ -328,7 +368,9 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
     order = np.argsort(number, kind="stable").tolist()
     parts = [rows.slice(row, row + 1).tokens for row in order]
     found = torch.cat([part["advantages"][part["loss_mask"]] for part in parts])
-    np.testing.assert_allclose(found, [a for turns in expected for count, a in turns for _ in range(count)], atol=1e-5)
+    np.testing.assert_allclose(
+        found, [a for turns in expected for count, a in turns for _ in range(count)], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,7 +382,10 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
             "algorithm.credit",
             "algorithm.credit=turn algorithm.advantage=gae rollout.environment=env.py:A rollout.max_turns=1",
         ),
-        ("algorithm.gamma_per", "algorithm.gamma_per=turn algorithm.advantage=gae rollout.environment=env.py:Scores"),
+        (
+            "algorithm.gamma_per",
+            "algorithm.gamma_per=turn algorithm.advantage=gae rollout.environment=env.py:Scores",
+        ),
         ("algorithm.gamma_per", "algorithm.gamma_per=turn algorithm.advantage=gae algorithm.gae.gamma=0.5"),
         ("algorithm.advantage=gigpo", "algorithm.advantage=gigpo"),
         ("algorithm.gigpo.weight", "algorithm.gigpo.weight=2.0"),

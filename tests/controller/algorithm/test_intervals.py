@@ -22,7 +22,9 @@ Z_95 = 1.959963984540054
 
 
 @given(st.integers(1, 400), st.data())
-def test_wilsons_ends_are_the_shares_that_the_found_one_is_z_deviations_from(trials: int, data: st.DataObject) -> None:
+def test_wilsons_ends_are_the_shares_that_the_found_one_is_z_deviations_from(
+    trials: int, data: st.DataObject
+) -> None:
     """Brute force: the ends of the set {p: |p_hat - p| <= z sqrt(p (1 - p) / n)}, each by bisection."""
     successes = data.draw(st.integers(0, trials))
     share = successes / trials
@@ -56,7 +58,9 @@ def test_wilson_holds_the_true_share_about_as_often_as_it_says(trials: int, shar
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=2, max_size=4))
 def test_the_bootstrap_is_the_quantiles_of_all_possible_draws(prompts: list[tuple[int, int]]) -> None:
-    """Brute force: every one of the n^n draws of n prompts, equally likely; quantiles a little to either side."""
+    """Brute force: every one of the n^n draws of n prompts, equally likely; quantiles a little to either
+    side.
+    """
     sums, counts = (np.array(column, dtype=np.float64) for column in zip(*prompts, strict=True))
     draws = [list(draw) for draw in product(range(len(prompts)), repeat=len(prompts))]
     every = np.array([sums[draw].sum() / counts[draw].sum() for draw in draws])
@@ -88,7 +92,9 @@ def test_wilson_is_for_prompts_that_are_right_or_wrong_and_the_bootstrap_for_the
 def test_responses_to_one_prompt_count_as_one_observation() -> None:
     """Ten prompts, each always right or always wrong: 80 responses say no more than 10."""
     responses = [
-        ScoredResponse(str(prompt), "sums", {"reward": float(prompt % 2)}) for prompt in range(10) for _ in range(8)
+        ScoredResponse(str(prompt), "sums", {"reward": float(prompt % 2)})
+        for prompt in range(10)
+        for _ in range(8)
     ]
     found = by_prompt(responses, "reward", 1.0)
     one = interval(found["pass@1"])

@@ -33,7 +33,9 @@ def test_the_weight_follows_the_kl_by_hand() -> None:
 
 @given(kl=st.floats(-10, 100), sequences=st.integers(1, 1000))
 def test_the_weight_moves_towards_the_target_and_stays_positive(kl: float, sequences: int) -> None:
-    weight = adapted_kl_weight(0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000))
+    weight = adapted_kl_weight(
+        0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000)
+    )
     assert weight > 0
     assert np.sign(weight - 0.5) == np.sign(kl - 4.0) or abs(kl - 4.0) < 1e-9
 
@@ -53,7 +55,10 @@ def run_with(kl: np.ndarray, kl_coefficient: float | None, **settings: float) ->
         functions={},
         replay=SimpleNamespace(with_advantages=lambda whole, new: new),
         record=SimpleNamespace(
-            phase=lambda name: nullcontext(), add=metrics.update, trains_on=lambda batch: None, metrics=metrics
+            phase=lambda name: nullcontext(),
+            add=metrics.update,
+            trains_on=lambda batch: None,
+            metrics=metrics,
         ),
     )
 
@@ -62,7 +67,9 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "group_number": np.array([0, 0, 1, 1])}
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
     kl = np.array([2.0, 0.0, 1.0, 5.0])
-    run = run_with(kl, None, coefficient=0.1, target=1.9, horizon=10)  # near the mean, 2, and far from the sum
+    run = run_with(
+        kl, None, coefficient=0.1, target=1.9, horizon=10
+    )  # near the mean, 2, and far from the sum
     credited = with_advantages(run, batch)
     expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["group_number"])
     assert credited["advantages"] == pytest.approx(expected)

@@ -1,4 +1,6 @@
-"""Engines and trainer that do not agree stop a run, before it learns from the difference or saves what came of it."""
+"""Engines and trainer that do not agree stop a run, before it learns from the difference or saves what came
+of it.
+"""
 
 import math
 import re
@@ -8,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.algorithm.logprob_check import LARGEST, MEAN, AtEqualWeights, LogProbCheck, beyond, compares_exactly
+from controller.algorithm.logprob_check import (
+    LARGEST,
+    MEAN,
+    AtEqualWeights,
+    LogProbCheck,
+    beyond,
+    compares_exactly,
+)
 from controller.config import Config, load
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.batch.metrics import Metric
@@ -91,7 +100,9 @@ CUT = ("rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.7")
 
 
 @pytest.mark.parametrize("overrides", [CUT, ("rollout.engine={quantization: fp8}",)])
-def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(overrides: tuple[str, ...]) -> None:
+def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(
+    overrides: tuple[str, ...],
+) -> None:
     assert not compares_exactly(config(*overrides))
     watching = watch(*overrides)
     assert watching.at_equal_weights(versions(4), versions(4), 4) is AtEqualWeights.NONE

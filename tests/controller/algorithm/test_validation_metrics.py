@@ -8,12 +8,16 @@ from hypothesis import strategies as st
 from controller.algorithm.validation_metrics import ScoredResponse, majority_is_right, pass_at_k, summarize
 
 
-def response(uid: str, reward: float, *, source: str = "sums", answer: str = "", **parts: float) -> ScoredResponse:
+def response(
+    uid: str, reward: float, *, source: str = "sums", answer: str = "", **parts: float
+) -> ScoredResponse:
     return ScoredResponse(uid, source, {"reward": reward, **parts}, answer)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_right_response(right: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response(
+    right: list[bool], data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, len(right)))
     draws = list(combinations(right, k))
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -28,7 +32,9 @@ def test_the_most_frequent_answer_decides() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "1", "2"]), st.booleans()), min_size=1), st.randoms())
-def test_equal_answers_judged_differently_vote_in_any_order(votes: list[tuple[str, bool]], random: Any) -> None:
+def test_equal_answers_judged_differently_vote_in_any_order(
+    votes: list[tuple[str, bool]], random: Any
+) -> None:
     shuffled = random.sample(votes, len(votes))
     assert majority_is_right(*zip(*votes, strict=True)) == majority_is_right(*zip(*shuffled, strict=True))
     assert majority_is_right(["4", "4", "4", "5"], [True, False, True, False]) == 2 / 3

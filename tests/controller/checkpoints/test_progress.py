@@ -1,4 +1,6 @@
-"""A run's checkpoints: found, resumed from, and saved; one that fails costs no step, and the ones before stay."""
+"""A run's checkpoints: found, resumed from, and saved; one that fails costs no step, and the ones before
+stay.
+"""
 
 import json
 import tempfile
@@ -89,12 +91,16 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
 
 
 @given(data=st.data())
-def test_a_manifest_of_which_anything_was_changed_gives_way_to_the_checkpoint_before(data: st.DataObject) -> None:
+def test_a_manifest_of_which_anything_was_changed_gives_way_to_the_checkpoint_before(
+    data: st.DataObject,
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         good, changed = (write(checkpoint_path(Path(folder), step), step, position=step) for step in (1, 2))
         manifest = json.loads((changed / MANIFEST).read_text())
         field = data.draw(st.sampled_from(sorted(manifest.keys() - {"sha256"})))
-        where = data.draw(st.sampled_from([manifest, *(part for part in [manifest[field]] if isinstance(part, dict))]))
+        where = data.draw(
+            st.sampled_from([manifest, *(part for part in [manifest[field]] if isinstance(part, dict))])
+        )
         name = field if where is manifest else data.draw(st.sampled_from([*where, "another"]))
         value = data.draw(st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()))
         assume(name not in where or json.dumps(where[name]) != json.dumps(value))

@@ -1,4 +1,6 @@
-"""Two runs never share a folder: one process at a time has it, whatever run.resume says and however it ends."""
+"""Two runs never share a folder: one process at a time has it, whatever run.resume says and
+however it ends.
+"""
 
 import errno
 import fcntl
@@ -77,9 +79,13 @@ def test_of_two_that_start_at_once_one_runs_and_the_other_is_refused(
     both = [start(resume), start(resume)]
     for process in both:
         go(process)
-    winner, loser = sorted(((told(process.stdout), process) for process in both), key=lambda found: found[0] != "runs")
+    winner, loser = sorted(
+        ((told(process.stdout), process) for process in both), key=lambda found: found[0] != "runs"
+    )
     assert winner[0] == "runs"
-    holder = f"(process {winner[1].pid} on .+|another process)"  # the other, if it has not written its name yet
+    holder = (
+        f"(process {winner[1].pid} on .+|another process)"  # the other, if it has not written its name yet
+    )
     assert re.match(f"run.name: runs/test is in use by {holder}\\.", loser[0])
     winner[1].kill()
     winner[1].wait()
@@ -140,7 +146,9 @@ def test_a_folder_that_a_run_has_written_to_is_for_resuming_alone(workspace: Pat
     assert ran == [True]
 
 
-def test_a_run_that_fails_before_it_writes_can_be_started_again_in_a_folder_of_its_user_alone(workspace: Path) -> None:
+def test_a_run_that_fails_before_it_writes_can_be_started_again_in_a_folder_of_its_user_alone(
+    workspace: Path,
+) -> None:
     modes: list[int] = []
 
     def fail() -> None:

@@ -14,7 +14,9 @@ from workers.errors import ConfigError
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
 SCHEMAS = (Config, SftConfig, PreferencesConfig, RewardTrainingConfig)
 KNOWN = {schema: {found.key for found in settings(schema())} for schema in SCHEMAS}
-ROWS = [(row, schema) for row in counterparts() for schema in SCHEMAS if row.here and row.is_of(KNOWN[schema])]
+ROWS = [
+    (row, schema) for row in counterparts() for schema in SCHEMAS if row.here and row.is_of(KNOWN[schema])
+]
 
 
 def message(schema: type[TrainingConfig], key: str) -> str:
@@ -24,8 +26,9 @@ def message(schema: type[TrainingConfig], key: str) -> str:
 
 
 def test_every_key_is_answered_by_what_the_table_says() -> None:
-    """All keys of all systems, in every command that has the counterpart; keys that are settings here too are not
-    refused."""
+    """All keys of all systems, in every command that has the counterpart; keys that are settings here too are
+    not refused.
+    """
     asked = 0
     for row, schema in ROWS:
         key = row.key.replace("*", "anything").replace("-", "_")
@@ -42,7 +45,9 @@ def test_the_table_names_settings_and_values_that_load() -> None:
         assert schema, f"no command has {row}"
         assert row.here or row.note, row
         for key, ours in (item for changes in row.values.values() for item in changes.items()):
-            given = next((given for of, given in loads if of == schema and given.get(key, ours) == ours), None)
+            given = next(
+                (given for of, given in loads if of == schema and given.get(key, ours) == ours), None
+            )
             if given is None:
                 loads.append((schema, given := {"model.path": "m"}))
             given[key] = ours
@@ -60,12 +65,18 @@ def test_the_table_names_settings_and_values_that_load() -> None:
         ("lr_warmup_steps", "policy.optimizer.warmup_steps, or here it is critic.optimizer.warmup_steps"),
         ("val_kwargs.temperature", "here it is validation.sampling.temperature"),
         ("actor_rollout_ref.rollout.max_num_batched_tokens", "here it is rollout.engine"),
-        ("actor_rollout_ref.actor.optim.betas", "here it is policy.optimizer.beta1 and policy.optimizer.beta2"),
+        (
+            "actor_rollout_ref.actor.optim.betas",
+            "here it is policy.optimizer.beta1 and policy.optimizer.beta2",
+        ),
         ("policy.optimizer.lr", "policy.optimizer has name, "),
         ("ppo_mini_batch_size", "here it is batch.mini_batches (a number of mini-batches, "),
         ("use_dynamic_bsz", "it has no counterpart here (always)"),
         ("trainer.logger", "here it is tracking ("),
-        ("balance.redeal_groups", "it has no counterpart here (dropped in 0.3: mini-batches are a random choice)"),
+        (
+            "balance.redeal_groups",
+            "it has no counterpart here (dropped in 0.3: mini-batches are a random choice)",
+        ),
         ("elsewhere.beta", "the configuration has run, "),
         ("elsewhere.learning_rate", "the configuration has run, "),
         ("critic.temperature", "critic has path, "),
@@ -89,19 +100,24 @@ def keys_of_the_page() -> list[tuple[str, str]]:
             ours_begins = theirs in ("verl", "OpenRLHF", "TRL")
         elif ours_begins and line.startswith("| `"):  # else of parts that are no configuration
             found += [
-                (key, here) for key in re.findall(r"`(?:--)?(\w+[._][\w.]+)[^`]*`", re.sub(r"\(.*?\)", "", theirs))
+                (key, here)
+                for key in re.findall(r"`(?:--)?(\w+[._][\w.]+)[^`]*`", re.sub(r"\(.*?\)", "", theirs))
             ]
     return found
 
 
 def test_the_page_of_migration_says_what_the_table_says() -> None:
-    """Each key of the page is answered, by a counterpart that its row names; a section is answered key by key."""
+    """Each key of the page is answered, by a counterpart that its row names; a section is answered key by
+    key.
+    """
     keys = keys_of_the_page()
     assert len(keys) > 150
     for key, here in keys:
         if any(f".{key}." in f".{row.key}" for row in counterparts()):
             continue
         answers = [answer(key, KNOWN[schema]) for schema in SCHEMAS]
-        names = {name.rpartition(".")[2] for text in answers for name in re.findall(r"[a-z_]+\.[a-z_.]+\w", text)}
+        names = {
+            name.rpartition(".")[2] for text in answers for name in re.findall(r"[a-z_]+\.[a-z_.]+\w", text)
+        }
         assert any(answers), key
         assert not names or names & set(re.findall(r"\w+", here)), (key, answers, here)

@@ -1,4 +1,6 @@
-"""Settings without effect in a combination are refused, each with the condition that its section names for it."""
+"""Settings without effect in a combination are refused, each with the condition that its section names for
+it.
+"""
 
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -38,7 +40,9 @@ def another_value(found: Setting) -> Any:
     if found.choices or found.type is str:
         return next(choice for choice in found.choices or ("a.py:b",) if choice != found.default)
     tried = (found.default + 1, found.default + 0.1, found.default / 2)
-    return next(found.type(value) for value in tried if found.allows(value) and found.type(value) != found.default)
+    return next(
+        found.type(value) for value in tried if found.allows(value) and found.type(value) != found.default
+    )
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -60,7 +64,9 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
         with pytest.raises(ConfigError) as caught:
             check_settings_have_effect(config)
         needed = effect_words(config.conditions, unmet[:1]).removeprefix("Only with ").removesuffix(".")
-        assert str(caught.value).startswith(f"{found.key}=") and f"without {needed}. Set that" in str(caught.value)
+        assert str(caught.value).startswith(f"{found.key}=") and f"without {needed}. Set that" in str(
+            caught.value
+        )
         refused += 1
     assert refused > 10
 
@@ -71,14 +77,26 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("engines on GPUs", [["resources.device=cuda"]], [[]]),
     ("episodes", [["rollout.environment=a.py:b"], ["rollout.tools=a.py"], ["rollout.agent=http"]], [[]]),
     ("an agent", [["rollout.agent=http"], ["rollout.agent_command=a"]], [["rollout.tools=a.py"]]),
-    ("an agent's process", [["rollout.agent=a.py:b"], ["rollout.agent_command=a"]], [[], ["rollout.agent=http"]]),
+    (
+        "an agent's process",
+        [["rollout.agent=a.py:b"], ["rollout.agent_command=a"]],
+        [[], ["rollout.agent=http"]],
+    ),
     ("a reward model", [["reward.model.path=model"], ["reward.model.paths={a: model}"]], [[]]),
-    ("discount", [[GAE, "algorithm.gae.gamma=0.9"], ["algorithm.gamma=0.9"]], [[], [GAE, "algorithm.gamma=0.9"]]),
+    (
+        "discount",
+        [[GAE, "algorithm.gae.gamma=0.9"], ["algorithm.gamma=0.9"]],
+        [[], [GAE, "algorithm.gamma=0.9"]],
+    ),
     ("reasoning", [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]], [[]]),
     ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
     ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),
-    ("own teacher", [[DISTILLED, "teacher.path=model"], [DISTILLED, "teacher.paths={a: model}"]], [[], [DISTILLED]]),
+    (
+        "own teacher",
+        [[DISTILLED, "teacher.path=model"], [DISTILLED, "teacher.paths={a: model}"]],
+        [[], [DISTILLED]],
+    ),
     ("several updates", [["batch.mini_batches=2"], ["batch.epochs=2"]], [["rollout.max_staleness=1"]]),
     ("old policy", [["batch.epochs=2"], ["rollout.max_staleness=1"], ["batch.replay.share=0.5"]], [[], [KL]]),
     ("policy's forward pass", [["batch.mini_batches=2"]], [[], [KL], ["rollout.max_staleness=1"]]),
@@ -87,7 +105,11 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("data.curriculum left empty", [[]], [["data.curriculum=a.py:b"]]),
     ("model.lora.rank above 0", [[LORA]], [[]]),
     ("run.resume other than never", [["run.resume=auto"], ["run.resume=runs/a"]], [[]]),
-    ("algorithm.loss.name=sapo or custom", [["algorithm.loss.name=sapo"], ["algorithm.loss.name=custom"]], [[]]),
+    (
+        "algorithm.loss.name=sapo or custom",
+        [["algorithm.loss.name=sapo"], ["algorithm.loss.name=custom"]],
+        [[]],
+    ),
 ]
 
 
@@ -119,4 +141,6 @@ def test_commands_put_conditions_of_their_own_in_place() -> None:
         load_as(PreferencesConfig, None, [*BASE, "policy.forward_max_tokens_per_micro_batch=96"])
     )
     with refused("reference.path=a"):
-        check_settings_have_effect(load_as(PreferencesConfig, None, [*BASE, "loss.name=simpo", "reference.path=a"]))
+        check_settings_have_effect(
+            load_as(PreferencesConfig, None, [*BASE, "loss.name=simpo", "reference.path=a"])
+        )

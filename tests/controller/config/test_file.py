@@ -20,7 +20,9 @@ NEEDED = ("model.path=m", "data.train=t.jsonl", "reward.function=r.py:f")
 
 
 def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_path: Path) -> None:
-    config = load(write_workspace(tmp_path), ["policy.data_parallel=1", "policy.optimizer.learning_rate=1e-4"])
+    config = load(
+        write_workspace(tmp_path), ["policy.data_parallel=1", "policy.optimizer.learning_rate=1e-4"]
+    )
     assert config.policy.data_parallel == 1
     assert config.policy.max_tokens_per_micro_batch == 4096
     assert config.policy.optimizer.learning_rate == 1e-4
@@ -153,7 +155,8 @@ def test_a_value_that_is_not_set_is_not_called_bad_yaml(override: str) -> None:
 
 
 REPEATED = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcde", "bcdef", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, name in zip("abcde", "bcdef", strict=True)
 )
 
 
@@ -178,7 +181,9 @@ REPEATED = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         (b"", "model.path"),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, content: bytes, named: str) -> None:
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(
+    tmp_path: Path, content: bytes, named: str
+) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_bytes(content)
     with refused(named):
@@ -231,7 +236,9 @@ def test_every_configuration_that_ships_fits_the_schema(path: Path) -> None:
 
 def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("model: {path: m}\ndata: {sources: {a.jsonl: 1, b.jsonl: 2}}\nreward: {functions: {f.py:g: 1}}\n")
+    path.write_text(
+        "model: {path: m}\ndata: {sources: {a.jsonl: 1, b.jsonl: 2}}\nreward: {functions: {f.py:g: 1}}\n"
+    )
     config = load(path, ["data.sources={c.jsonl: 3}"])
     assert config.data.sources == {"c.jsonl": 3.0}
     assert config.reward.functions == {"f.py:g": 1.0}
@@ -253,17 +260,23 @@ def test_arguments_of_the_engine_add_up_and_hold_any_value(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_dropped_setting_is_left_out_of_an_older_run_if_it_changed_nothing(tmp_path: Path, idle: bool) -> None:
+def test_a_dropped_setting_is_left_out_of_an_older_run_if_it_changed_nothing(
+    tmp_path: Path, idle: bool
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"model: {{path: m}}\nbalance: {{redeal_groups: {str(not idle).lower()}}}\n")
     with nullcontext() if idle else refused("balance.redeal_groups"):
         assert load(file).balance == Config().balance
 
 
-def test_old_names_are_read_and_one_line_says_the_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_names_are_read_and_one_line_says_the_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: {path: m}\npolicy: {ranks: 2, max_tokens: 96}\ndata: {over_long: error}\n")
-    config = load(file, ["rollout.memory_fraction=0.75", "run.other_data=${run.resume}", "run.resume=restart"])
+    config = load(
+        file, ["rollout.memory_fraction=0.75", "run.other_data=${run.resume}", "run.resume=restart"]
+    )
     assert (config.policy.data_parallel, config.policy.max_tokens_per_micro_batch) == (2, 96)
     assert (config.data.overlong_prompts, config.rollout.gpu_memory_utilization) == ("error", 0.75)
     assert config.run.on_data_change == "restart"
@@ -272,7 +285,9 @@ def test_old_names_are_read_and_one_line_says_the_new_ones(tmp_path: Path, capsy
     with refused("policy.optimizer.schedule"):
         load(None, ["model.path=m", "policy.optimizer.schedule=true"])
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and said[0].startswith(f"{file}: policy.ranks is now policy.data_parallel, policy.max_tokens")
+    assert len(said) == 3 and said[0].startswith(
+        f"{file}: policy.ranks is now policy.data_parallel, policy.max_tokens"
+    )
     assert load_as(SftConfig, None, ["model.path=m", "data.over_long=error"]).data.overlong_records == "error"
 
 
@@ -288,7 +303,10 @@ def test_a_switch_that_has_become_a_choice_reads_both(tmp_path: Path, given: str
     file = tmp_path / "config.yaml"
     file.write_text(f"model: {{path: m, gradient_checkpointing: {given}}}\n")
     assert load(file).model.gradient_checkpointing == mode
-    assert load(None, ["model.path=m", f"model.gradient_checkpointing={given}"]).model.gradient_checkpointing == mode
+    assert (
+        load(None, ["model.path=m", f"model.gradient_checkpointing={given}"]).model.gradient_checkpointing
+        == mode
+    )
     with refused("model.attention"):
         load(file, ["model.attention=true"])  # which was none
 
@@ -297,7 +315,9 @@ MAPPINGS = [found.key for found in SETTINGS if getattr(found.type, "__origin__",
 
 
 @pytest.mark.parametrize("key", MAPPINGS)
-@pytest.mark.parametrize("value", ["/models/rm", "[a]", "3", "{a: ${run.seed}}", "{a: '${run.seed}'}", "{[1]: 2}", ""])
+@pytest.mark.parametrize(
+    "value", ["/models/rm", "[a]", "3", "{a: ${run.seed}}", "{a: '${run.seed}'}", "{[1]: 2}", ""]
+)
 def test_every_mapping_refuses_other_values_by_its_name(tmp_path: Path, key: str, value: str) -> None:
     with refused(key):
         load(write_workspace(tmp_path), [f"{key}={value}"])
@@ -310,14 +330,18 @@ def test_names_of_a_mapping_are_texts(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("start", ["~", "$HOME"])
-def test_a_home_is_read_as_a_shell_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
+def test_a_home_is_read_as_a_shell_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     base = write_workspace(tmp_path)
     for key in ("run.dir", "data.train", "model.path"):
         config = load(base, [f"{key}={start}/x y"])
         section, _, name = key.partition(".")
         assert getattr(getattr(config, section), name) == "/home/me/x y"
-    mapped = load(base, ["data.train=", f"data.sources={{{start}/a.jsonl: 2}}", f"teacher.paths={{a: {start}/t}}"])
+    mapped = load(
+        base, ["data.train=", f"data.sources={{{start}/a.jsonl: 2}}", f"teacher.paths={{a: {start}/t}}"]
+    )
     assert mapped.data.sources == {"/home/me/a.jsonl": 2} and mapped.teacher.paths == {"a": "/home/me/t"}
     assert load(base, [f"data.system_prompt=a {start}/x"]).data.system_prompt == f"a {start}/x"
     assert load(base, [f"rollout.sampling.stop=['{start}/']"]).rollout.sampling.stop == [f"{start}/"]
@@ -343,7 +367,9 @@ def test_one_value_is_read_as_a_list_of_it(tmp_path: Path, setting: Setting) -> 
 def test_target_modules_are_a_list_or_names_in_a_text(tmp_path: Path, value: str) -> None:
     written = write_workspace(tmp_path)
     assert load(written, [f"model.lora.target_modules={value}"]).model.lora.target_modules == "q_proj,v_proj"
-    (tmp_path / "lora.yaml").write_text(f"model: {{lora: {{target_modules: {value if '[' in value else [value]}}}}}")
+    (tmp_path / "lora.yaml").write_text(
+        f"model: {{lora: {{target_modules: {value if '[' in value else [value]}}}}}"
+    )
     assert load([written, tmp_path / "lora.yaml"]).model.lora.target_modules == "q_proj,v_proj"
     with refused("model.lora.target_modules"):
         load(written, ["model.lora.target_modules=[]"])

@@ -27,7 +27,10 @@ def test_what_is_missing_is_named(name: str) -> None:
 
 def test_a_function_gets_the_columns_that_it_names() -> None:
     assert requested_columns(signature_of(lambda response, answer: 0.0), RECORD, "f") == ("answer",)
-    assert requested_columns(signature_of(lambda response, prompt, source="": 0.0), RECORD, "f") == ("prompt", "source")
+    assert requested_columns(signature_of(lambda response, prompt, source="": 0.0), RECORD, "f") == (
+        "prompt",
+        "source",
+    )
     assert requested_columns(signature_of(lambda response, **columns: 0.0), RECORD, "f") == (
         "answer",
         "prompt",
@@ -45,7 +48,9 @@ def test_a_function_gets_the_columns_that_it_names() -> None:
         (lambda prompts, completions: [0.0], "'responses'"),
     ],
 )
-def test_a_parameter_that_is_missing_or_has_no_column_is_named(reward: Callable[..., Any], named: str) -> None:
+def test_a_parameter_that_is_missing_or_has_no_column_is_named(
+    reward: Callable[..., Any], named: str
+) -> None:
     with refused(named):
         requested_columns(signature_of(reward), RECORD, "f")
 
@@ -70,10 +75,15 @@ def test_verls_arguments_come_from_its_columns() -> None:
     [
         ({"prompt": ""}, ("data_source", "ground_truth")),
         ({"prompt": "", "data_source": "x", "reward_model": {"style": "rule"}}, ("ground_truth",)),
-        ({"prompt": "", "data_source": "x", "reward_model": "rule"}, ("ground_truth", "reward_model.ground_truth")),
+        (
+            {"prompt": "", "data_source": "x", "reward_model": "rule"},
+            ("ground_truth", "reward_model.ground_truth"),
+        ),
     ],
 )
-def test_what_records_lack_for_verls_arguments_is_named(record: dict[str, Any], named: tuple[str, ...]) -> None:
+def test_what_records_lack_for_verls_arguments_is_named(
+    record: dict[str, Any], named: tuple[str, ...]
+) -> None:
     for name in named:
         with refused(name):
             requested_columns(signature_of(compute_score), record, "f")
@@ -81,7 +91,9 @@ def test_what_records_lack_for_verls_arguments_is_named(record: dict[str, Any], 
 
 def test_verls_batched_form_is_named() -> None:
     with refused("'solution_strs'"):
-        requested_columns(signature_of(lambda data_sources, solution_strs, ground_truths, extra_infos: 0.0), VERL, "f")
+        requested_columns(
+            signature_of(lambda data_sources, solution_strs, ground_truths, extra_infos: 0.0), VERL, "f"
+        )
 
 
 def test_verls_mapping_is_read() -> None:
@@ -116,20 +128,28 @@ def test_a_part_with_a_name_of_ours_is_refused_before_a_run(name: str) -> None:
     packed = cloudpickle.dumps(reward)
     with refused(f"reward part '{name}'", DataError):
         try_rewards([RewardFunction("reward", 1.0, packed, ())], RECORD, 10)
-    try_rewards([RewardFunction("f", 1.0, packed, ()), RewardFunction("g", 1.0, packed, ())], RECORD, 10)  # f/mean
+    try_rewards(
+        [RewardFunction("f", 1.0, packed, ()), RewardFunction("g", 1.0, packed, ())], RECORD, 10
+    )  # f/mean
 
 
 def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
     assert as_score(1, "x").reward == 1.0
     score = as_score({"reward": 0.5, "exact": True}, "x")
     assert (score.reward, score.parts) == (0.5, {"exact": 1.0})
-    assert [as_score({"reward": 1, "answer": answer}, "x").answer for answer in (None, "", 4)] == ["", "", "4"]
+    assert [as_score({"reward": 1, "answer": answer}, "x").answer for answer in (None, "", 4)] == [
+        "",
+        "",
+        "4",
+    ]
 
 
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("value", [None, "high", {"scores": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}])
+@pytest.mark.parametrize(
+    "value", [None, "high", {"scores": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}]
+)
 def test_what_is_no_reward_is_refused(value: object) -> None:
     with refused("'x'" if not isinstance(value, dict) or "reward" in value else "'reward'", DataError):
         as_score(value, "x")
@@ -159,4 +179,7 @@ def test_half_a_character_of_an_environment_stays_in_its_process() -> None:
             return Observation("y\ud800", reward=0.0, parts={"z\ud800": 1.0})
 
     answered = try_environment(cloudpickle.dumps(Halves), RECORD, 5)
-    assert (answered.opening, answered.observation) == ("x?", Observation("y?", reward=0.0, parts={"z?": 1.0}))
+    assert (answered.opening, answered.observation) == (
+        "x?",
+        Observation("y?", reward=0.0, parts={"z?": 1.0}),
+    )

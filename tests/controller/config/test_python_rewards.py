@@ -77,9 +77,20 @@ def test_the_version_of_a_function_is_that_of_its_code_and_what_it_holds() -> No
     def scaled(scale: float, response: str) -> float:
         return scale
 
-    same = [(closure(0.5), closure(0.5)), (partial(scaled, 1.0), partial(scaled, 1.0)), (Counting(1), Counting(1))]
+    same = [
+        (closure(0.5), closure(0.5)),
+        (partial(scaled, 1.0), partial(scaled, 1.0)),
+        (Counting(1), Counting(1)),
+    ]
     assert all(version(one) == version(other) for one, other in same)
-    others = [closure(0.5), closure(0.6), partial(scaled, 1.0), partial(scaled, 2.0), Counting(1), Counting(2)]
+    others = [
+        closure(0.5),
+        closure(0.6),
+        partial(scaled, 1.0),
+        partial(scaled, 2.0),
+        Counting(1),
+        Counting(2),
+    ]
     others += [lambda response: 1.0, lambda response: 2.0, lambda response: len(response), with_bonus]
     assert len({version(function) for function in others}) == len(others)
 
@@ -96,7 +107,9 @@ def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(works
     check(config, given)
     config, given = given_config(workspace, None)
     assert (config.reward.function, given) == ("reward.py:reward", NONE_GIVEN)
-    assert "ballast.fit(..., reward=...)" in refusal("reward.function=callable:with_bonus")  # as a run recorded it
+    assert "ballast.fit(..., reward=...)" in refusal(
+        "reward.function=callable:with_bonus"
+    )  # as a run recorded it
 
 
 @pytest.mark.parametrize(
@@ -104,12 +117,17 @@ def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(works
     [
         (lambda answer: 1.0, "'response'"),
         (lambda response, nowhere: 1.0, "'nowhere'"),
-        ((lambda lock: lambda response: 1.0 if lock else 0.0)(threading.Lock()), "cannot be sent to other processes"),
+        (
+            (lambda lock: lambda response: 1.0 if lock else 0.0)(threading.Lock()),
+            "cannot be sent to other processes",
+        ),
         ({(lambda response: 1.0): 1.0, (lambda response: 2.0): 1.0}, "callable:lambda"),
         ([with_bonus, with_bonus], "callable:with_bonus"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_in_one_line(workspace: Path, reward: Any, named: str) -> None:
+def test_a_function_that_cannot_be_used_is_refused_in_one_line(
+    workspace: Path, reward: Any, named: str
+) -> None:
     with refused(named):
         config, given = given_config(workspace, reward)
         reward_functions(config, RECORD, given=given)

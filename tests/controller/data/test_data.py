@@ -71,7 +71,8 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
     rules = PromptRules("prompt", max_prompt_tokens=8, system_prompt="S")
     user, own = {"role": "user", "content": "u"}, {"role": "system", "content": "o"}
     texts = [
-        "".join(map(chr, p.ids)) for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], LETTERS, rules)
+        "".join(map(chr, p.ids))
+        for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], LETTERS, rules)
     ]
     assert texts == ["Su", "ou"]
     assert next(iter(PromptDataset([{"prompt": [user]}], LETTERS, RULES))).ids.dtype == np.int32
@@ -81,7 +82,10 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
 
 def test_a_teacher_reads_the_context_in_a_text_or_the_last_question() -> None:
     rules = replace(RULES, context_key="hint", context_template="{context}|{prompt}")
-    user, parts = {"role": "user", "content": "u"}, {"role": "user", "content": [{"type": "text", "text": "v"}]}
+    user, parts = (
+        {"role": "user", "content": "u"},
+        {"role": "user", "content": [{"type": "text", "text": "v"}]},
+    )
     records: list[dict[str, Any]] = [
         {"prompt": "u", "hint": "{prompt}"},
         {"prompt": [user, {"role": "assistant", "content": "a"}, parts], "hint": 7},

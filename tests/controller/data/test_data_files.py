@@ -17,7 +17,10 @@ LAYOUTS = {
     "DatasetDict": ["train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"],
     "DatasetDict of odd names": ["gold/data-00000-of-00001.arrow", "extra/data-00000-of-00001.arrow"],
     "snapshot": ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
-    "snapshot of ultrafeedback": ["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"],
+    "snapshot of ultrafeedback": [
+        "data/train_sft-00000-of-00001.parquet",
+        "data/test_sft-00000-of-00001.parquet",
+    ],
     "files": ["train.jsonl", "test.jsonl"],
     "files with a prefix": ["gsm8k_train.jsonl", "gsm8k_test.jsonl"],
     "one unnamed": ["gsm8k.jsonl", "test.jsonl"],
@@ -82,7 +85,9 @@ def test_subsets_of_a_hub_repository_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_pattern_names_several_files(tmp_path: Path) -> None:
-    _write_files(tmp_path, ["a/part-0.jsonl", "a/part-1.jsonl", "a/test.jsonl", "b/part-2.jsonl", "b/notes.json"])
+    _write_files(
+        tmp_path, ["a/part-0.jsonl", "a/part-1.jsonl", "a/test.jsonl", "b/part-2.jsonl", "b/notes.json"]
+    )
     for pattern, count in (("a/part-*.jsonl", 2), ("**/part-?.jsonl", 3), ("[ab]/part-[02].jsonl", 2)):
         path = f"{tmp_path}/{pattern}"
         assert len(_prompts(path)) == count and is_on_disk(path)

@@ -1,4 +1,6 @@
-"""Data sets by their name on the hub: what is a name, what is asked of `datasets`, and what is said without it."""
+"""Data sets by their name on the hub: what is a name, what is asked of `datasets`, and what is said without
+it.
+"""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -20,7 +22,9 @@ ROWS = {"train": [{"question": "1+1=", "solution": "2"}], "test": [{"question": 
 
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str]]:
-    """`datasets` as far as it is used, with what was asked of it: the package is no requirement of the tests."""
+    """`datasets` as far as it is used, with what was asked of it: the package is no requirement
+    of the tests.
+    """
     asked: list[tuple[str, str | None, str]] = []
 
     def load_dataset(path: str, name: str | None = None, *, split: str) -> list[dict[str, str]]:
@@ -50,12 +54,20 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str
         ("train.jsonl", None),
     ],
 )
-def test_a_name_of_the_hub_is_told_from_a_path(workspace: Path, path: str, expected: HubDataset | None) -> None:
+def test_a_name_of_the_hub_is_told_from_a_path(
+    workspace: Path, path: str, expected: HubDataset | None
+) -> None:
     assert hub_dataset(path) == expected
 
 
-def test_a_configuration_names_split_and_subset(workspace: Path, datasets: list[tuple[str, str | None, str]]) -> None:
-    names = ["data.train=openai/gsm8k:main", "data.validation=openai/gsm8k:main@test", "data.prompt_key=question"]
+def test_a_configuration_names_split_and_subset(
+    workspace: Path, datasets: list[tuple[str, str | None, str]]
+) -> None:
+    names = [
+        "data.train=openai/gsm8k:main",
+        "data.validation=openai/gsm8k:main@test",
+        "data.prompt_key=question",
+    ]
     check(load("config.yaml", names))
     assert datasets == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert read_records("openai/gsm8k:main@test", "question") == ROWS["test"]

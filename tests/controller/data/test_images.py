@@ -43,10 +43,14 @@ def _user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def _dataset(folder: Path, renderer: Renderer, *records: dict[str, Any], rules: PromptRules = RULES) -> PromptDataset:
+def _dataset(
+    folder: Path, renderer: Renderer, *records: dict[str, Any], rules: PromptRules = RULES
+) -> PromptDataset:
     file = folder / "train.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return PromptDataset(read_records(str(file), "prompt", image_key="images"), renderer, rules, name=str(file))
+    return PromptDataset(
+        read_records(str(file), "prompt", image_key="images"), renderer, rules, name=str(file)
+    )
 
 
 def test_every_form_is_one_prompt(folder: Path, renderer: Renderer) -> None:
@@ -62,7 +66,10 @@ def test_every_form_is_one_prompt(folder: Path, renderer: Renderer) -> None:
     for prompt in prompts:
         (placed,) = prompt.images
         assert prompt.ids.tolist() == prompts[0].ids.tolist()
-        assert (placed.image, placed.first, placed.tokens) == (prompts[0].images[0].image, *_place(prompts[0]))
+        assert (placed.image, placed.first, placed.tokens) == (
+            prompts[0].images[0].image,
+            *_place(prompts[0]),
+        )
         assert prompt.columns["prompt"] == _user([PART, TEXT])
     assert [prompt.columns["images"][0] for prompt in prompts[:1]] == ["a.png 84 x 56"]
     text = f"{PLACEHOLDERS[FAMILY]}How many?"
@@ -122,7 +129,9 @@ def test_images_are_given_once(folder: Path, renderer: Renderer) -> None:
 
 def test_a_bad_image_costs_its_record(folder: Path, renderer: Renderer) -> None:
     (folder / "bad.png").write_bytes((folder / "a.png").read_bytes()[:500])
-    good, *bad = [{"prompt": _user([PART, TEXT]), "images": [name]} for name in ("a.png", "bad.png", "gone.png")]
+    good, *bad = [
+        {"prompt": _user([PART, TEXT]), "images": [name]} for name in ("a.png", "bad.png", "gone.png")
+    ]
     found = _dataset(folder, renderer, bad[0], good, bad[1])
     assert len(found) == 1 and len(found.unreadable) == 2
     assert "record 1: bad.png" in found.unreadable[0] and "record 3" in found.unreadable[1]
@@ -132,4 +141,6 @@ def test_a_bad_image_costs_its_record(folder: Path, renderer: Renderer) -> None:
 
 def test_text_models_refuse_images(folder: Path, renderer: Renderer) -> None:
     with refused("data.image_key", DataError):
-        _dataset(folder, replace(renderer, placeholders=None), {"prompt": _user([PART, TEXT]), "images": ["a.png"]})
+        _dataset(
+            folder, replace(renderer, placeholders=None), {"prompt": _user([PART, TEXT]), "images": ["a.png"]}
+        )

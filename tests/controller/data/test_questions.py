@@ -19,7 +19,9 @@ HOSTILE = [
     "<<response>/response>",
     "[INST]",
 ]
-pieces = st.sampled_from([*SPECIAL, *HOSTILE, "<", "/", "response", "_a", ">", "\\", " ", "a", "é", "</prompt>"])
+pieces = st.sampled_from(
+    [*SPECIAL, *HOSTILE, "<", "/", "response", "_a", ">", "\\", " ", "a", "é", "</prompt>"]
+)
 
 
 def hostile(test):
@@ -60,14 +62,23 @@ def test_a_question_has_the_tokens_of_turns_that_its_template_wrote(text: str) -
 def test_the_general_template_asks_by_a_records_rubric() -> None:
     record = {"prompt": [{"role": "user", "content": "Sum 1 and 2."}], "rubric": "Be brief.", "answer": "3"}
     graded = Questions(JudgeConfig(), "prompt").text(record, ["4"])
-    assert "<prompt>\nuser: Sum 1 and 2.\n</prompt>\n\nA correct" in graded and "<response>\n4\n</response>\n" in graded
-    assert "A correct answer: 3\n" in graded and "rubric: Be brief." in graded and graded.endswith("(perfect): [[10]].")
+    assert (
+        "<prompt>\nuser: Sum 1 and 2.\n</prompt>\n\nA correct" in graded
+        and "<response>\n4\n</response>\n" in graded
+    )
+    assert (
+        "A correct answer: 3\n" in graded
+        and "rubric: Be brief." in graded
+        and graded.endswith("(perfect): [[10]].")
+    )
     compared = Questions(JudgeConfig(form="pairwise"), "prompt").text({"prompt": "x"}, ["4", "5"])
     assert "<response_a>\n4\n</response_a>\n\n<response_b>\n5\n</response_b>" in compared
     assert "rubric" not in compared and "correct" not in compared
 
 
-@pytest.mark.parametrize("prompt", ["{{ response", "{{ soluton }}", "{{ response.__class__.__mro__ }}", "gone.jinja"])
+@pytest.mark.parametrize(
+    "prompt", ["{{ response", "{{ soluton }}", "{{ response.__class__.__mro__ }}", "gone.jinja"]
+)
 def test_a_template_that_cannot_be_written_is_refused(prompt: str) -> None:
     with refused("reward.judge.prompt"):
         Questions(JudgeConfig(prompt=prompt), "prompt").text({"prompt": "1+1=", "solution": "2"}, ["2"])

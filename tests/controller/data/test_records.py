@@ -93,14 +93,18 @@ def test_paths_without_data_are_refused(tmp_path: Path) -> None:
         ("x.jsonl", "\n", "x.jsonl"),
     ],
 )
-def test_files_without_records_are_refused_by_name_and_line(tmp_path: Path, name: str, text: str, named: str) -> None:
+def test_files_without_records_are_refused_by_name_and_line(
+    tmp_path: Path, name: str, text: str, named: str
+) -> None:
     (tmp_path / name).write_text(text)
     with refused(named, DataError):
         read_records(str(tmp_path / name), "prompt")
 
 
 def test_a_column_for_the_loss_is_in_every_record_and_of_one_kind() -> None:
-    check_loss_columns("train.jsonl", [{"level": 1, "tags": ["a"]}, {"level": 2.5, "tags": None}], ["level", "tags"])
+    check_loss_columns(
+        "train.jsonl", [{"level": 1, "tags": ["a"]}, {"level": 2.5, "tags": None}], ["level", "tags"]
+    )
     for second in ({"level": "2"}, {}):
         with refused("algorithm.loss.columns", DataError):
             check_loss_columns("train.jsonl", [{"level": 1}, second], ["level"])

@@ -29,7 +29,9 @@ def check_scores(name: str) -> None:
         assert record["prompt"] == [{"role": "user", "content": task["question"]}]
         given = task["answer"] or "x"
         for response in (given, f"<think>12</think> <answer>\n{given}</answer>"):
-            assert reasoning_gym(response, **columns)["reward"] == dataset.score_answer(given.strip(), task), name
+            assert reasoning_gym(response, **columns)["reward"] == dataset.score_answer(
+                given.strip(), task
+            ), name
         for response in WRONG:
             assert 0 <= reasoning_gym(response, **columns)["reward"] <= 1, (name, response)
 
@@ -48,7 +50,10 @@ def test_every_data_set_gives_records_that_are_scored() -> None:
 def test_options_are_of_the_data_and_of_their_scores(workspace: Path) -> None:
     given = "reasoning_gym:decimal_arithmetic?size=3&max_num_decimal_places=6&min_num_decimal_places=6&seed="
     check(
-        load("config.yaml", [f"data.train={given}1", f"data.validation={given}2", "data.prompt_key=question", REWARD])
+        load(
+            "config.yaml",
+            [f"data.train={given}1", f"data.validation={given}2", "data.prompt_key=question", REWARD],
+        )
     )
     first, second = read_records(f"{given}1", "question"), read_records(f"{given}2", "question")
     assert len(first) == 3 and first != second
@@ -56,7 +61,9 @@ def test_options_are_of_the_data_and_of_their_scores(workspace: Path) -> None:
     near = {"response": f"{float(first[0]['answer']) + 1e-4:.6f}"}
     columns = {key: first[0][key] for key in ("question", "answer", "metadata")}
     strict = reasoning_gym(**near, **columns)["reward"]
-    loose = reasoning_gym(**near, **columns | {"metadata": columns["metadata"] | {"options": coarse}})["reward"]
+    loose = reasoning_gym(**near, **columns | {"metadata": columns["metadata"] | {"options": coarse}})[
+        "reward"
+    ]
     assert strict < loose == 1
 
 

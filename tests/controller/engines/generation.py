@@ -12,7 +12,10 @@ from workers.engine.requests import SampleRequest, SampleResult
 
 
 def generate(
-    pool: EnginePool, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
+    pool: EnginePool,
+    requests: Sequence[SampleRequest],
+    sampling: SamplingConfig,
+    on_results: OnResults | None = None,
 ) -> tuple[list[Sample], Router]:
     """Return finished samples in order, and the router, which knows drops and retries."""
     found: dict[Key, Sample] = {}

@@ -1,4 +1,6 @@
-"""EnginePool over scripted actors: what the driver does when samples fail and engines die. Real Ray, no vLLM."""
+"""EnginePool over scripted actors: what the driver does when samples fail and engines die. Real
+Ray, no vLLM.
+"""
 
 import asyncio
 import os
@@ -26,9 +28,9 @@ from workers.errors import LostError, RolloutError
 class ScriptedEngine:
     """Answers every request with its seed as the only token, one by one, except as told.
 
-    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "freeze" (the process), "raise" (the
-    stream), "hang" (for good, and health with it), "think" (for 3 s, in health). One that was started in another's
-    place has no script.
+    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "freeze" (the process),
+    "raise" (the stream), "hang" (for good, and health with it), "think" (for 3 s, in health). One that was
+    started in another's place has no script.
     """
 
     def __init__(self, index: int, script: dict[str, str]) -> None:
@@ -78,7 +80,9 @@ class ScriptedEngine:
             )
         block = DataProto.from_rows([{"input_ids": np.array([request.seed], dtype=np.int32)}])
         version = self.loaded[-1][1] if self.loaded else 0
-        return block, SampleResult(request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0)
+        return block, SampleResult(
+            request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0
+        )
 
     async def alive(self) -> None:
         pass
@@ -112,13 +116,19 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """Scripted engines and the EnginePool over them. alike: engines in the place of others have their scripts too."""
+    """Scripted engines and the EnginePool over them. alike: engines in the place of others have their scripts
+    too.
+    """
 
-    def __init__(self, scripts: list[dict[str, str]], restarts: int = 4, alike: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, scripts: list[dict[str, str]], restarts: int = 4, alike: bool = False, **settings: Any
+    ) -> None:
         self.said: list[str] = []
         options = {"replaceable": settings.pop("replaceable", True)}
         self.pool = EnginePool(
-            lambda replica, attempt: ScriptedEngine.remote(replica, scripts[replica] if alike or not attempt else {}),
+            lambda replica, attempt: ScriptedEngine.remote(
+                replica, scripts[replica] if alike or not attempt else {}
+            ),
             RolloutConfig(replicas=len(scripts), **settings),
             RestartBudget(restarts),
             log=self.said.append,
@@ -164,7 +174,9 @@ def versions_of(finished: list[Sample]) -> set[int]:
     return {result.weight_version for result, _ in finished}
 
 
-def test_results_come_in_the_order_of_the_requests_and_no_engine_has_more_than_max_concurrent(engines) -> None:
+def test_results_come_in_the_order_of_the_requests_and_no_engine_has_more_than_max_concurrent(
+    engines,
+) -> None:
     requests = requests_for("abcdefghij", samples=2)
     seen: list[tuple[str, int]] = []
     started = engines({}, {}, {}, max_concurrent=3)
@@ -197,7 +209,9 @@ WEIGHTS = np.full(3, 2, dtype=np.uint8)  # their sum is 6
 
 
 @pytest.mark.parametrize("end", ["die", "raise", "hang", "freeze"])
-def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_place(engines, end: str) -> None:
+def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_place(
+    engines, end: str
+) -> None:
     started = engines({"h": end}, {}, max_concurrent=16, max_retries=0, hang_timeout_s=1)
     pool = started.pool
     pool.update_weights(ray.put(WEIGHTS), version=5)
@@ -222,7 +236,9 @@ def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_
     assert started.facts(0)["loaded"] == [(6, 5)] and started.facts(0)["most_running"] > 0
 
 
-def test_a_round_waits_for_the_engine_in_the_only_ones_place_and_it_samples_with_the_current_weights(engines) -> None:
+def test_a_round_waits_for_the_engine_in_the_only_ones_place_and_it_samples_with_the_current_weights(
+    engines,
+) -> None:
     started = engines({"b": "die"})
     started.pool.update_weights(ray.put(WEIGHTS), version=3)
     finished = started.sample("abc")
@@ -271,7 +287,9 @@ def test_past_the_budget_or_when_no_engine_finishes_a_sample_the_cause_comes_fir
     engines, uids: str, restarts: int, used: int, reason: str
 ) -> None:
     started = engines({"a": "raise"}, restarts=restarts, alike=True, max_concurrent=1)
-    with pytest.raises(RolloutError, match=f"^rollout replica 0 was lost: RuntimeError: engine dead; .*{reason}"):
+    with pytest.raises(
+        RolloutError, match=f"^rollout replica 0 was lost: RuntimeError: engine dead; .*{reason}"
+    ):
         started.sample(uids)
     assert started.pool.fleet.budget.engines == used
 

@@ -28,7 +28,9 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet = Fleet(REPLICAS, self.budget)
         self.weights: dict[int, int] = {}
         self.restarted = 0
-        self.history: dict[int, list[bool]] = {replica: [False] for replica in range(REPLICAS)}  # who finished a sample
+        self.history: dict[int, list[bool]] = {
+            replica: [False] for replica in range(REPLICAS)
+        }  # who finished a sample
 
     def draw(self, data: st.DataObject, *states: State) -> int:
         return data.draw(st.sampled_from(self.fleet.in_state(*states)))
@@ -104,7 +106,9 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_engine_is_in_one_state(self) -> None:
-        assert sorted(replica for state in State for replica in self.fleet.in_state(state)) == list(range(REPLICAS))
+        assert sorted(replica for state in State for replica in self.fleet.in_state(state)) == list(
+            range(REPLICAS)
+        )
 
 
 TestFleet = FleetMachine.TestCase

@@ -113,7 +113,9 @@ TestRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 def test_each_request_goes_to_the_least_loaded_replica_tokens_breaking_ties() -> None:
     router = Router(2, max_concurrent=8, max_retries=0)
-    router.submit([request("long", tokens=9), request("b", tokens=2), request("c", tokens=2), request("d", tokens=2)])
+    router.submit(
+        [request("long", tokens=9), request("b", tokens=2), request("c", tokens=2), request("d", tokens=2)]
+    )
     assigned = router.assign({0, 1})
     assert [r.uid for r in assigned[0]] == ["long", "d"]
     assert [r.uid for r in assigned[1]] == ["b", "c"]

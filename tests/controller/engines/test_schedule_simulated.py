@@ -29,7 +29,9 @@ def test_without_staleness_the_schedule_is_the_synchronous_run() -> None:
 
 def test_two_steps_of_staleness_more_than_double_the_speed_and_put_off_no_long_response() -> None:
     workload = Workload(steps=60)
-    synchronous, ours = (result(row.run(workload, 0)) for row in (compared(workload)[0], windowed(workload, 2, 0.3)))
+    synchronous, ours = (
+        result(row.run(workload, 0)) for row in (compared(workload)[0], windowed(workload, 2, 0.3))
+    )
     assert ours.tokens_per_second > 2.2 * synchronous.tokens_per_second
     assert ours.mean_length == 1.0
     assert ours.steady_length == pytest.approx(1.0, abs=0.01)

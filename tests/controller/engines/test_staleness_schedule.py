@@ -25,7 +25,9 @@ FINISH_ORDERS: dict[str, Due] = {
 
 @dataclass
 class Books:
-    """What a run has done, kept beside the schedule. admitted_at: versions. steps: the groups of each step taken."""
+    """What a run has done, kept beside the schedule. admitted_at: versions. steps: the groups of each step
+    taken.
+    """
 
     admitted_at: dict[int, int] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
@@ -52,8 +54,8 @@ class Run:
     """A run with random events, which checks every answer of its schedule.
 
     release: probability that a group gives no signal. waiting: steps whose weights may wait at once. prompt:
-    probability of an update, where one is due, before anything else. losses: of an engine or of the whole run, a
-    probability for each event.
+    probability of an update, where one is due, before anything else. losses: of an engine or of the whole
+    run, a probability for each event.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Run:
         assert not self.schedule.admit(), "more is generated than is trained"
         trained, released = self.books.trained, self.books.released
         assert len(trained) == self.steps * self.settings.prompts_per_step
-        assert sorted([*trained, *released]) == list(range(len(self.books.admitted_at))), "each once, none is left over"
+        assert sorted([*trained, *released]) == list(range(len(self.books.admitted_at))), (
+            "each once, none is left over"
+        )
         return self
 
     def admit(self) -> None:
@@ -153,14 +157,18 @@ class Run:
         self.books = self.random.choice((self.books, self.checkpoint)).saved()
         books = self.books
         left = self.steps - books.updates
-        self.schedule = StalenessSchedule(self.settings, left, admitted=len(books.admitted_at), active=books.active)
+        self.schedule = StalenessSchedule(
+            self.settings, left, admitted=len(books.admitted_at), active=books.active
+        )
         self.schedule.weights_updated()  # of the checkpoint's weights, which no step made: nothing changes
 
 
 def random_run(seed: int) -> Run:
     """A run of up to 7 steps of up to 5 groups, with a random way to go wrong."""
     random = Random(seed)
-    settings = Staleness(random.randint(1, 5), random.randint(0, 3), random.choice((0.05, 0.3, 0.5, 0.8, 1.0)))
+    settings = Staleness(
+        random.randint(1, 5), random.randint(0, 3), random.choice((0.05, 0.3, 0.5, 0.8, 1.0))
+    )
     return Run(
         settings,
         random.randint(1, 7),
@@ -196,12 +204,16 @@ SETTINGS = [
 def test_the_bound_of_the_age_is_reached(settings: Staleness) -> None:
     """By the youngest of the first groups, if it is last of all."""
     slow = settings.capacity - 1
-    run = Run(settings, 8 + settings.max_age, Random(0), lambda random, now, group: 1e6 if group == slow else group)
+    run = Run(
+        settings, 8 + settings.max_age, Random(0), lambda random, now, group: 1e6 if group == slow else group
+    )
     assert run.to_the_end().oldest == settings.max_age
 
 
 def by_the_book(states: dict[int, GroupState], settings: Staleness) -> list[int]:
-    """The rule of the module's head, a group at a time: the oldest ready of the W numbers from the oldest not taken."""
+    """The rule of the module's head, a group at a time: the oldest ready of the W numbers from the oldest not
+    taken.
+    """
     left, taken = dict(states), []
     while left and len(taken) < settings.prompts_per_step:
         end = min(left) + settings.window_groups

@@ -51,13 +51,17 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     tokenized: list[object] = []
     whole = Renderer.prompt_ids
     monkeypatch.setattr(
-        Renderer, "prompt_ids", lambda self, prompt, *rest: tokenized.append(prompt) or whole(self, prompt, *rest)
+        Renderer,
+        "prompt_ids",
+        lambda self, prompt, *rest: tokenized.append(prompt) or whole(self, prompt, *rest),
     )
     (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
 
 
-def test_a_cap_below_the_images_of_a_prompt_is_refused(workspace: Path, vision_model: Callable[[str], Path]) -> None:
+def test_a_cap_below_the_images_of_a_prompt_is_refused(
+    workspace: Path, vision_model: Callable[[str], Path]
+) -> None:
     pictures()[0].save("a.png")
     content = [{"type": "image"}, {"type": "text", "text": "1+1="}]
     (workspace / "seen.jsonl").write_text(
@@ -104,7 +108,9 @@ def test_a_column_of_images_that_nobody_reads_is_named(
 ) -> None:
     (workspace / "blind.jsonl").write_text(json.dumps({"prompt": "1+1=", column: PICTURES[column]}))
     given = ["data.validation=''", "data.train=blind.jsonl", "data.max_prompt_tokens=64"]
-    (warning,) = read_inputs(load(None, [*SETTINGS, *given, f"model.path={vision_model('qwen2_5_vl')}"])).warnings
+    (warning,) = read_inputs(
+        load(None, [*SETTINGS, *given, f"model.path={vision_model('qwen2_5_vl')}"])
+    ).warnings
     assert "data.image_key='images'" in warning and repr(column) in warning
     (unread,) = read_inputs(load(None, [*SETTINGS, *given])).warnings  # of a model that reads text alone
     assert repr(column) in unread and "data.image_key" not in unread
@@ -163,7 +169,9 @@ def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) 
     (workspace / "model" / "chat_template.jinja").write_text(ENDLESS)
     renderer = load_renderer(load(None, [*SETTINGS, "resources.user_code_timeout_s=0.2"]))
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises(DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="):
+    with pytest.raises(
+        DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="
+    ):
         renderer.text(messages, "chat.jsonl record 41")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
@@ -209,8 +217,16 @@ def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) ->
         "    by_length = sorted(range(len(records)), key=lambda i: -len(records[i]['prompt']))\n"
         "    return by_length[: 2 + epoch]\n"
     )
-    prompts = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.curriculum=order.py:order"])).prompts
-    assert [prompt.columns["prompt"] for prompt in prompts.take(0, 5)] == ["1+1=", "2+2=", "1+1=", "2+2=", "3+3="]
+    prompts = read_inputs(
+        load(None, [*SETTINGS, "data.validation=''", "data.curriculum=order.py:order"])
+    ).prompts
+    assert [prompt.columns["prompt"] for prompt in prompts.take(0, 5)] == [
+        "1+1=",
+        "2+2=",
+        "1+1=",
+        "2+2=",
+        "3+3=",
+    ]
 
 
 def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(workspace: Path) -> None:
@@ -218,12 +234,16 @@ def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(wo
     assert "    </response>" in tried_lines(config, try_inputs(config))
     template = workspace / "model" / "chat_template.jinja"
     options = "reward.judge.chat_template_arguments={thinks: false}"
-    assert refusal("reward.judge.model=model", options).startswith("error: reward.judge.chat_template_arguments=")
+    assert refusal("reward.judge.model=model", options).startswith(
+        "error: reward.judge.chat_template_arguments="
+    )
     template.write_text(CHAT)
     read_inputs(config)
     assert "never reads 'thinks'" in refusal("reward.judge.model=model", options)
     template.write_text("{{ raise_exception('no') }}")
-    assert refusal("reward.judge.model=model").startswith("error: the chat template of reward.judge.model=model")
+    assert refusal("reward.judge.model=model").startswith(
+        "error: the chat template of reward.judge.model=model"
+    )
     template.unlink()
     for prompt in ("{{ x }}", "Grade {{ prompt }}"):
         told = refusal("reward.judge.model=model", f"reward.judge.prompt='{prompt}'")

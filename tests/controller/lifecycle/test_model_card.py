@@ -16,7 +16,10 @@ from controller.lifecycle.model_card import write_card
 @pytest.mark.parametrize("schema", [Config, SftConfig, PreferencesConfig])
 def test_a_card_names_base_model_data_and_settings(schema: type[TrainingConfig], tmp_path: Path) -> None:
     settings = ["run.name=mine", "model.path=Qwen/Qwen3-0.6B", "data.train=data/math.jsonl", "run.seed=3"]
-    for name in ("earlier", "mine"):  # the card of an earlier stage, copied with the model's files, is replaced
+    for name in (
+        "earlier",
+        "mine",
+    ):  # the card of an earlier stage, copied with the model's files, is replaced
         write_card(load_as(schema, None, [*settings, f"run.name={name}"]), tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.pipeline_tag) == ("Qwen/Qwen3-0.6B", "text-generation")
@@ -26,7 +29,9 @@ def test_a_card_names_base_model_data_and_settings(schema: type[TrainingConfig],
     assert (changed["run"], changed["data"]) == ({"name": "mine", "seed": 3}, {"train": "data/math.jsonl"})
 
 
-def test_packages_that_are_on_the_path_alone_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_on_the_path_alone_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with the working_dir of `ray job submit`."""
     for module in ("lifecycle.model_card", "doctor.cluster_checks"):
         monkeypatch.setattr(f"controller.{module}.distribution", str)

@@ -103,21 +103,36 @@ CASES = {
     "index out of the folder": (sharded({"a": "../1.safetensors"}), "lacks ../1.safetensors"),
     "index of lists": (sharded({"a": [1]}), "lacks [1]"),
     "biases": (described(model_type="llama"), "has no model.layers."),
-    "norms of heads": (with_more("model.layers.0.self_attn.q_norm.weight"), "has no model.layers.0.self_attn.q_norm"),
+    "norms of heads": (
+        with_more("model.layers.0.self_attn.q_norm.weight"),
+        "has no model.layers.0.self_attn.q_norm",
+    ),
     "text": (described(num_hidden_layers="four"), "cannot be loaded"),
     "huge": (described(hidden_size=10**30), "cannot be loaded"),
     "list": (described(text_config=[1]), ""),
     "inside": (described(text_config=MODEL | {"vocab_size": "x"}), ""),
     "no factor": (described(rope_scaling={"rope_type": "linear", "factor": "x"}), ""),
-    "deep": (lambda: Path("model/config.json").write_text('{"a":' * 100_000), "config.json is not valid JSON"),
-    "digits": (lambda: Path("model/config.json").write_text(f'{{"a": {"1" * 5001}}}'), "config.json is not valid JSON"),
+    "deep": (
+        lambda: Path("model/config.json").write_text('{"a":' * 100_000),
+        "config.json is not valid JSON",
+    ),
+    "digits": (
+        lambda: Path("model/config.json").write_text(f'{{"a": {"1" * 5001}}}'),
+        "config.json is not valid JSON",
+    ),
     "unknown type": (described(model_type="qwen9"), "model_type=qwen9"),
     "no type": (described(model_type=None), "no model_type"),
     "a list as type": (described(model_type=[1]), "model_type=[1]"),
     "remote code": (described(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}), "code from"),
-    "BERT": (described(model_type="bert", architectures=["BertForMaskedLM"]), "BertForMaskedLM is not a causal"),
+    "BERT": (
+        described(model_type="bert", architectures=["BertForMaskedLM"]),
+        "BertForMaskedLM is not a causal",
+    ),
     "vision": (described(model_type="vit"), "vit is not a causal language model"),
-    "judge as policy": (described(architectures=["Qwen2ForSequenceClassification"]), "is not a causal language model"),
+    "judge as policy": (
+        described(architectures=["Qwen2ForSequenceClassification"]),
+        "is not a causal language model",
+    ),
     "end outside": (described(eos_token_id=32), "eos_token_id 32 is outside the vocabulary of 32"),
     "quantized": (described(quantization_config={"quant_method": "mxfp4"}), "quantized by mxfp4"),
 }
@@ -174,13 +189,21 @@ def write_model_weights() -> None:
         ({"model_type": "mixtral", "num_local_experts": 3}, EXPERTS, "expert_parallel=2"),
         ({"model_type": "olmoe", "num_experts": 4}, TENSOR, "tensor_parallel"),
         ({}, (GPU, "model.router_replay=replay"), "model.router_replay=replay"),
-        ({"model_type": "olmo2"}, ("model.router_z_loss_coefficient=0.1",), "model.router_z_loss_coefficient"),
+        (
+            {"model_type": "olmo2"},
+            ("model.router_z_loss_coefficient=0.1",),
+            "model.router_z_loss_coefficient",
+        ),
         ({"model_type": "gemma2"}, TENSOR, "tensor_parallel"),
         ({"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 2}, (LORA,), "model.lora.rank"),
         ({}, ("policy.parallel.context_parallel=8",), "policy.parallel.context_parallel"),
         ({}, ("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4"),
         ({}, EXPERTS, "policy.parallel.expert_parallel=2"),
-        ({}, ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=40"), "virtual_stages=40"),
+        (
+            {},
+            ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=40"),
+            "virtual_stages=40",
+        ),
         ({}, (LORA, "model.lora.target_modules=q_proj,c_attn"), "'c_attn'"),
         ({}, ("rollout.tensor_parallel=3",), "rollout.tensor_parallel=3"),
         ({}, ("data.max_prompt_tokens=65",), "data.max_prompt_tokens"),
@@ -233,7 +256,9 @@ def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
     INDEX.write_text(json.dumps({"weight_map": files}))
     WEIGHTS.unlink()
     for file in ("0.safetensors", "1.safetensors"):
-        write_weight_file(WEIGHTS.with_name(file), {n: shape for n, shape in weights.items() if files[n] == file})
+        write_weight_file(
+            WEIGHTS.with_name(file), {n: shape for n, shape in weights.items() if files[n] == file}
+        )
     check_everything()
 
 
@@ -255,7 +280,9 @@ def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture
     assert "reward.model.paths.a=other: it has 3 labels" in refusal("reward.model.paths.a=other")
     write_model(workspace / "other")
     (workspace / "other" / "config.json").write_text(json.dumps(MODEL | judge))
-    assert "reward.model.path=other: the weight files have no score.weight" in refusal("reward.model.path=other")
+    assert "reward.model.path=other: the weight files have no score.weight" in refusal(
+        "reward.model.path=other"
+    )
 
 
 @pytest.mark.parametrize(

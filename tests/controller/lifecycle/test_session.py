@@ -1,4 +1,6 @@
-"""Around a run: what a finished one says, what a lost actor costs, Ray's start and death, the upload at the end."""
+"""Around a run: what a finished one says, what a lost actor costs, Ray's start and death, the upload at the
+end.
+"""
 
 import json
 import os
@@ -110,7 +112,11 @@ def test_before_its_first_checkpoint_a_run_begins_again_as_it_began(tmp_path: Pa
     ("run", "errors", "named"),
     [
         ({"checkpoint_every": 0}, [LostError("lost 1")], "lost 1; a run with run.checkpoint_every above 0"),
-        ({"max_restarts": 2}, [LostError(f"lost {i}") for i in (1, 2, 3)], "lost 3; all of run.max_restarts=2"),
+        (
+            {"max_restarts": 2},
+            [LostError(f"lost {i}") for i in (1, 2, 3)],
+            "lost 3; all of run.max_restarts=2",
+        ),
         ({}, [WorkerError("a mistake")], "a mistake"),
     ],
 )
@@ -129,7 +135,11 @@ def test_what_cannot_be_made_good_stops_the_run_with_the_cause_first(
 @pytest.mark.parametrize(
     ("address", "raised", "named"),
     [
-        ("", Exception("The current node timed out"), "a local Ray did not start: The current node timed out"),
+        (
+            "",
+            Exception("The current node timed out"),
+            "a local Ray did not start: The current node timed out",
+        ),
         ("10.0.0.1:6379", ConnectionError("no"), "Ray at 10.0.0.1:6379 could not be reached: no"),
     ],
 )
@@ -147,7 +157,9 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(
         pass
 
 
-def test_sigterm_interrupts_a_run_although_ray_handles_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_interrupts_a_run_although_ray_handles_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**options: object) -> SimpleNamespace:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return SimpleNamespace(dashboard_url="", address_info={"session_dir": str(tmp_path)})

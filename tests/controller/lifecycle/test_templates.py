@@ -1,4 +1,6 @@
-"""Chat templates as a configuration gives them: the file, its arguments, and the tools and arguments of records."""
+"""Chat templates as a configuration gives them: the file, its arguments, and the tools and arguments of
+records.
+"""
 
 import json
 import shutil
@@ -76,7 +78,9 @@ def test_prompts_are_rendered_by_the_file_with_the_runs_and_the_records_options(
     assert inputs.first_prompt == expected
     assert len(prompt.options.get("tools", [])) == expected.count("7")
     messages, tokenizer = prompt.columns["prompt"], load_renderer(config).tokenizer
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **prompt.options)
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **prompt.options
+    )
     assert text == expected
 
 

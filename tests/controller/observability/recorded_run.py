@@ -29,7 +29,11 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
     config = Config()
     config.run.dir, config.run.name = str(folder.parent), folder.name
     config.model.path, config.data.train = "models/small", "train.jsonl"
-    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.batch.mini_batches = ranks, 4096, 2
+    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.batch.mini_batches = (
+        ranks,
+        4096,
+        2,
+    )
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     with RunWriter(folder, to_yaml(config), []) as writer:
@@ -80,7 +84,11 @@ def samples(step: int, rng: np.random.Generator) -> list[dict]:
             "reward": 0.5,
             "response": text,
         }
-        | ({"session": as_recorded([*FORKED, attack(step)], 20_000), "advantage": 0.75} if number == 1 else {})
+        | (
+            {"session": as_recorded([*FORKED, attack(step)], 20_000), "advantage": 0.75}
+            if number == 1
+            else {}
+        )
         for number, (count, text) in enumerate(zip(tokens, texts, strict=True))
     ]
 
@@ -97,6 +105,8 @@ def timeline() -> dict:
 
 def held_out() -> list[ScoredResponse]:
     return [
-        ScoredResponse(str(i), "held out", {"reward": i / 10}, "", {"prompt": f"{i}: {attack}", "response": attack})
+        ScoredResponse(
+            str(i), "held out", {"reward": i / 10}, "", {"prompt": f"{i}: {attack}", "response": attack}
+        )
         for i, attack in enumerate(ATTACKS)
     ]

@@ -27,9 +27,20 @@ def node(number: int, parent: int | None, text: str, *asked: tuple[str, Any], **
 
 CALL = {"function": {"name": "sql", "arguments": '{"query": "select 1"}'}}
 CHAIN = [
-    node(0, None, "hm", ("system", "be brief"), ("user", [{"type": "text", "text": "how many?"}, {"type": "image"}])),
     node(
-        1, 0, "", ("tool", "7"), said={"reasoning": "a number", "content": None, "tool_calls": [CALL]}, versions=[3, 4]
+        0,
+        None,
+        "hm",
+        ("system", "be brief"),
+        ("user", [{"type": "text", "text": "how many?"}, {"type": "image"}]),
+    ),
+    node(
+        1,
+        0,
+        "",
+        ("tool", "7"),
+        said={"reasoning": "a number", "content": None, "tool_calls": [CALL]},
+        versions=[3, 4],
     ),
     node(2, 1, "seven", ("tool", "1"), finish_reason="length", log_prob=None),
 ]

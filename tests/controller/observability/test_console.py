@@ -44,7 +44,9 @@ def balance(given: float, planned: float) -> dict[str, float]:
     return {f"balance/{name}/micro_steps": value for name, value in values.items()}
 
 
-def lines_of(steps: list[dict[str, float]], *, terminal: bool, width: int, verbose: bool = False) -> list[str]:
+def lines_of(
+    steps: list[dict[str, float]], *, terminal: bool, width: int, verbose: bool = False
+) -> list[str]:
     output = recorded(terminal, width)
     console = Console(output, verbose=verbose)
     for step, metrics in enumerate(steps, start=1):
@@ -87,7 +89,8 @@ def test_the_quickstart_shows_what_a_user_looks_at_in_a_line_that_fits(terminal:
 
 @given(
     metrics=st.dictionaries(
-        st.text("abcdefghij_/", min_size=1, max_size=30).map("reward/".__add__) | st.sampled_from([*QUICKSTART]),
+        st.text("abcdefghij_/", min_size=1, max_size=30).map("reward/".__add__)
+        | st.sampled_from([*QUICKSTART]),
         st.floats(),
         max_size=12,
     ),
@@ -109,7 +112,9 @@ def test_a_step_is_one_line_at_any_width_and_the_log_has_all_of_it(
     assert max(map(len, lines)) <= width
     (whole,) = kept.getvalue().splitlines()
     hidden = {"reward/mean", "reward/std", "reward/failures", "policy/rollout_mismatch_mean"}
-    names = [name.removeprefix("reward/") for name in metrics if name.startswith("reward/") and name not in hidden]
+    names = [
+        name.removeprefix("reward/") for name in metrics if name.startswith("reward/") and name not in hidden
+    ]
     assert all(f"  {name} " in whole for name in names)
 
 
@@ -218,13 +223,17 @@ def test_on_a_terminal_a_line_is_alive_while_a_phase_is_and_leaves_only_lines() 
     drawn = output.file.getvalue()
     assert "3/20" in drawn
     assert "rollout" in drawn
-    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1  # the cursor is hidden once, and comes back
+    assert (
+        drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
+    )  # the cursor is hidden once, and comes back
     assert drawn.rstrip().endswith("\x1b[2K")  # the live line is erased
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int) -> None:
-    status = LiveLine("7/60", [("step", 0.0), ("rollout", 10.0)], [SamplingRound(256, 180)], began=-50.0, ends=111.4)
+    status = LiveLine(
+        "7/60", [("step", 0.0), ("rollout", 10.0)], [SamplingRound(256, 180)], began=-50.0, ends=111.4
+    )
     status.rewards.extend([0.1, 0.5, 0.9])
     status.note = "waiting for " * 20
     (row,) = shown(status, now=11.4, width=width).splitlines()
@@ -271,6 +280,8 @@ def test_completions_have_no_advantages_with_a_critic_whose_are_per_token() -> N
 
 
 def test_a_session_is_shown_as_a_tree() -> None:
-    text = completions({"prompt": "a", "response": "all", "reward": 1.0, "session": as_recorded(FORKED, 1_000)})
+    text = completions(
+        {"prompt": "a", "response": "all", "reward": 1.0, "session": as_recorded(FORKED, 1_000)}
+    )
     assert "branch after turn 1" in text
     assert "completions" not in text

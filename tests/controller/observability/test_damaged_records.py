@@ -1,4 +1,6 @@
-"""Records of a run that a crash, a disk or an editor has damaged, and texts that other readers split lines at."""
+"""Records of a run that a crash, a disk or an editor has damaged, and texts that other readers split lines
+at.
+"""
 
 import json
 import logging
@@ -26,7 +28,12 @@ from tests.controller.observability.recorded_run import write_run
 SEPARATORS = "a\u2028b\u2029c\u0085d\u000be\u000cf\u001cg\rh\r\ni"
 NAMES = ("metrics", "lengths", "samples", "timeline")
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from([10**400, 1e308]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from([10**400, 1e308]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
@@ -44,7 +51,9 @@ def test_a_text_with_line_separators_is_one_row_of_every_reader(run: Path, tmp_p
     sample = RunFolder(folder).samples[0] | {"step": 1, "response": SEPARATORS}
     with RunWriter(folder, (run / "config.yaml").read_text(), [], after=3) as writer:
         writer.samples(4, [sample])
-        writer.validation(4, [ScoredResponse("0", "", {"reward": 1.0}, "", {"prompt": "", "response": SEPARATORS})])
+        writer.validation(
+            4, [ScoredResponse("0", "", {"reward": 1.0}, "", {"prompt": "", "response": SEPARATORS})]
+        )
     with RunWriter(folder, (run / "config.yaml").read_text(), [], after=4):
         pass
     assert RunFolder(folder).samples[-1]["response"] == SEPARATORS
@@ -54,7 +63,9 @@ def test_a_text_with_line_separators_is_one_row_of_every_reader(run: Path, tmp_p
 
 
 def damaged(line: bytes) -> st.SearchStrategy[bytes]:
-    """A line with another value under a key, without one, cut short, with bytes of a bad disk; or any JSON."""
+    """A line with another value under a key, without one, cut short, with bytes of a bad disk; or
+    any JSON.
+    """
     row: dict[str, Any] = json.loads(line)
     keys = st.sampled_from(sorted(row))
     return st.one_of(

@@ -52,8 +52,8 @@ def test_the_file_that_could_not_be_written_is_named(tmp_path: Path, file: str) 
     ):
         WRITES[file](opened)
     assert str(caught.value) == (
-        f"{tmp_path / 'run' / file} could not be written: No space left on device. Make room, or set run.dir to "
-        "another disk."
+        f"{tmp_path / 'run' / file} could not be written: No space left on device. Make room, or set "
+        "run.dir to another disk."
     )
 
 
@@ -72,7 +72,11 @@ def test_tensorboards_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("checkpoints", "models", "left"),
     [
-        ([2, 4], ["model-best", "model-4"], "run.resume=auto resumes from {4}, and saved are model-4, model-best."),
+        (
+            [2, 4],
+            ["model-best", "model-4"],
+            "run.resume=auto resumes from {4}, and saved are model-4, model-best.",
+        ),
         ([], [], "there is no checkpoint to resume from, and no model is saved."),
     ],
 )
@@ -96,7 +100,9 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
     monkeypatch.setattr(fit, "training", training)
     with pytest.raises(OutputError) as caught:
         fit.run(
-            config, SimpleNamespace(sources=[], validation=None, answer_warnings=[], warnings=[], step=b""), Console()
+            config,
+            SimpleNamespace(sources=[], validation=None, answer_warnings=[], warnings=[], step=b""),
+            Console(),
         )
     expected = left.replace("{4}", str(checkpoint_path(config.run_folder, 4)))
     assert str(caught.value).endswith(f"set run.dir to another disk; {expected}")

@@ -29,7 +29,9 @@ def test_a_symptom_that_was_gone_is_told_again_and_stands_once_in_the_report() -
     shares = (1, 1, 1, 0, 1, 1, 1)
     health = Health()
     on_the_terminal = [
-        sentence for step, share in enumerate(shares, 1) for sentence in health.see(step, {SIGNAL: share}).values()
+        sentence
+        for step, share in enumerate(shares, 1)
+        for sentence in health.see(step, {SIGNAL: share}).values()
     ]
     assert [sentence[:12] for sentence in on_the_terminal] == ["steps 1 to 3", "steps 5 to 7"]
     (sentence,) = told(SIGNAL, *shares)
@@ -45,8 +47,20 @@ def test_entropy_that_falls_is_no_symptom_of_supervised_fine_tuning() -> None:
 
 def test_a_step_that_updates_nothing_neither_shows_nor_ends_a_symptom() -> None:
     health = Health()
-    steps = [{"policy/entropy": 2.0}, {"policy/entropy": 0.1}, {}, {"policy/entropy": 0.1}, {"policy/entropy": 0.1}]
-    assert [bool(health.see(number, step)) for number, step in enumerate(steps)] == [False, False, False, False, True]
+    steps = [
+        {"policy/entropy": 2.0},
+        {"policy/entropy": 0.1},
+        {},
+        {"policy/entropy": 0.1},
+        {"policy/entropy": 0.1},
+    ]
+    assert [bool(health.see(number, step)) for number, step in enumerate(steps)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +69,12 @@ def test_a_step_that_updates_nothing_neither_shows_nor_ends_a_symptom() -> None:
         ("policy/entropy", (2.0, 1.0, 0.5, 0.3), (2.0, 0.1, 0.1, 0.1), "policy.optimizer.learning_rate"),
         ("policy/skipped_steps", (0, 0, 0, 0), (0, 0, 0, 2), "step 4: 2 optimiser steps were skipped"),
         ("policy/grad_norm", (1.0, 1e6, 1e6, 1e6), (1.0, math.nan, math.inf, None), "huge"),
-        ("policy/rollout_mismatch_mean", (1e-7, 5e-3, 5e-3, 5e-3), (1e-3, 0.02, 0.03, 0.04), "rollout.max_staleness"),
+        (
+            "policy/rollout_mismatch_mean",
+            (1e-7, 5e-3, 5e-3, 5e-3),
+            (1e-3, 0.02, 0.03, 0.04),
+            "rollout.max_staleness",
+        ),
     ],
 )
 def test_other_symptoms(name: str, good: tuple, bad: tuple, advice: str) -> None:

@@ -88,7 +88,11 @@ def micro_step(name: str, seconds: float, tokens: int) -> MicroStepTime:
 def test_a_rank_is_predicted_its_share_of_what_its_roles_pass_took() -> None:
     """Costs 2 L + L^2: 8 and 15 on rank 0, 24 on rank 1, together 47; the role's update took 9.4 s."""
     times = {
-        "policy dp=0": [micro_step("update", 2.0, 2), micro_step("update", 3.0, 3), micro_step("log_probs", 1.0, 3)],
+        "policy dp=0": [
+            micro_step("update", 2.0, 2),
+            micro_step("update", 3.0, 3),
+            micro_step("log_probs", 1.0, 3),
+        ],
         "policy dp=1": [micro_step("update", 4.4, 4), micro_step("log_probs", 3.0, 3)],
         "critic dp=0": [micro_step("update", 7.0, 1)],
     }

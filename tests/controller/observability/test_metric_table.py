@@ -1,4 +1,6 @@
-"""metrics.yaml: one meaning a name, names that Prometheus takes, and the page and the dashboard that follow from it."""
+"""metrics.yaml: one meaning a name, names that Prometheus takes, and the page and the dashboard that follow
+from it.
+"""
 
 import json
 import re
@@ -71,7 +73,9 @@ DASHBOARD = json.loads(Path(metric_table.__file__).with_name("grafana_dashboard.
 def drawn(query: str) -> MetricSpec:
     """The metric of a query of the dashboard. Raises where there is none."""
     (name,) = re.findall(r"\bray_\w+", query)
-    (spec,) = [spec for spec in METRICS.values() if name == spec.series + "_bucket" * (spec.kind is Kind.HISTOGRAM)]
+    (spec,) = [
+        spec for spec in METRICS.values() if name == spec.series + "_bucket" * (spec.kind is Kind.HISTOGRAM)
+    ]
     return spec
 
 
@@ -79,9 +83,13 @@ def test_every_query_of_the_dashboard_names_an_exported_metric_and_its_labels() 
     for target in (target for panel in DASHBOARD["panels"] for target in panel["targets"]):
         spec = drawn(target["expr"])
         (labels,) = re.findall(r"by \((.*?)\)", target["expr"])
-        assert set(labels.split(", ")) == {"run", *spec.labels} | ({"le"} if spec.kind is Kind.HISTOGRAM else set())
+        assert set(labels.split(", ")) == {"run", *spec.labels} | (
+            {"le"} if spec.kind is Kind.HISTOGRAM else set()
+        )
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == {"run", *spec.labels}
-    (runs,) = [variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+    (runs,) = [
+        variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"
+    ]
     assert drawn(runs) is METRICS["reward/mean"]
 
 

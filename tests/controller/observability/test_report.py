@@ -1,4 +1,6 @@
-"""The report of a run: complete, without a way in for what a model wrote, and shown by a browser without a network."""
+"""The report of a run: complete, without a way in for what a model wrote, and shown by a browser without a
+network.
+"""
 
 import json
 import os
@@ -18,7 +20,14 @@ from matplotlib.figure import Figure
 from balancing import CostModel, explain, plan_batch, plan_statistics
 from balancing.analysis.lengths_file import plan_record
 from ballast.pages.report import main
-from controller.observability.report import Section, _tables, learning, policy, who_computes_when, write_report
+from controller.observability.report import (
+    Section,
+    _tables,
+    learning,
+    policy,
+    who_computes_when,
+    write_report,
+)
 from controller.observability.run_folder import RunFolder, RunWriter
 from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
@@ -95,8 +104,12 @@ def test_what_a_model_wrote_is_text_and_nothing_else(run: Path, elements: Elemen
 
 
 def test_the_report_asks_for_nothing_from_a_network(elements: Elements) -> None:
-    """References are to parts of the page itself; the rest are names of XML vocabularies, which nobody fetches."""
-    references = [value for name, value in elements.attributes if name in ("src", "href", "xlink:href", "action")]
+    """References are to parts of the page itself; the rest are names of XML vocabularies, which nobody
+    fetches.
+    """
+    references = [
+        value for name, value in elements.attributes if name in ("src", "href", "xlink:href", "action")
+    ]
     assert all(value.startswith("#") for value in references)
 
 
@@ -133,7 +146,11 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     write_run(folder, steps=1, ranks=1)
     shutil.rmtree(folder / "validation")
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = ({name: value for name, value in row.items() if "validation" not in name} for row in metrics if row["step"])
+    kept = (
+        {name: value for name, value in row.items() if "validation" not in name}
+        for row in metrics
+        if row["step"]
+    )
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     for name in ("samples.jsonl", "timeline.jsonl", "metrics.jsonl"):
         with (folder / name).open("a") as lines:
@@ -143,7 +160,9 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     assert "Who computes when" not in found.texts["h2"]
     assert "Held-out responses" not in found.texts["h2"]
     assert "Samples by reward" in found.texts["h2"]
-    assert found.texts["h2"][:4] == ["Reward", "Lengths", "Time", "Policy"], "no validation, nobody to wait for"
+    assert found.texts["h2"][:4] == ["Reward", "Lengths", "Time", "Policy"], (
+        "no validation, nobody to wait for"
+    )
     page = (folder / "report.html").read_text()
     assert "1 policy rank, 1 engine" in page
     assert "since the first" not in page
@@ -169,8 +188,12 @@ def times_of(section: Section) -> list[float]:
     return [float(time) for time in re.findall(r"([0-9.]+) × ideal", section.charts[0])]
 
 
-def test_no_order_takes_less_than_the_time_in_which_nobody_waits_where_prompts_are_shared(tmp_path: Path) -> None:
-    """In the given order a prompt's samples lie apart and their prompt is computed several times; as planned, once."""
+def test_no_order_takes_less_than_the_time_in_which_nobody_waits_where_prompts_are_shared(
+    tmp_path: Path,
+) -> None:
+    """In the given order a prompt's samples lie apart and their prompt is computed several times; as planned,
+    once.
+    """
     lengths, groups = np.array([96, 128] * 16), np.array([0, 1] * 16)
     prefixes = {"prefix_groups": groups, "prefix_lengths": np.full(32, 64)}
     plan = plan_batch(lengths, ranks=4, max_tokens=4096, **prefixes)
@@ -231,14 +254,18 @@ def test_a_browser_shows_the_report_as_it_was_written(run: Path, reader: Browser
 def test_the_report_is_readable_at_a_desk_and_on_a_telephone(
     run: Path, reader: Browser, width: int, dark: bool
 ) -> None:
-    """Within the screen's width, in letters that contrast with what they stand on and are of 8 pixels or more."""
+    """Within the screen's width, in letters that contrast with what they stand on and are of 8 pixels or
+    more.
+    """
     reader.open((run / "report.html").as_uri(), width=width, dark=dark)
     assert reader.value(WIDER) == 0
     contrasts = reader.value(CONTRASTS)
     assert len(contrasts) > 100
     assert [text for text in contrasts if text[1] < 4.5] == []
     assert reader.value(SMALLEST) >= 8
-    widths = reader.value("[...document.querySelectorAll('.charts:not(.wide) svg')].map(svg => svg.clientWidth)")
+    widths = reader.value(
+        "[...document.querySelectorAll('.charts:not(.wide) svg')].map(svg => svg.clientWidth)"
+    )
     assert len(widths) > 5
     assert max(widths) - min(widths) <= 1, "letters of one size"
 
@@ -275,7 +302,9 @@ def test_the_age_of_samples_is_drawn_if_some_are_older_than_the_weights(tmp_path
 @pytest.mark.parametrize("module", ["controller.observability.report", "balancing.analysis.gantt"])
 def test_drawing_says_nothing_about_a_home_that_cannot_be_written(module: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    names = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    names = {
+        name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")
+    }
     ended = subprocess.run(
         [sys.executable, "-c", f"import {module}, matplotlib; print(matplotlib.get_configdir())"],
         env=names | {"HOME": str(tmp_path / "file")},

@@ -44,7 +44,11 @@ def test_a_phase_reaches_every_place(recording: Recording) -> None:
                 sum(range(1_000))
     record.write_timeline(3)
     assert 0 < record.times()["time/update_s"] <= record.times()["time/step_s"]
-    assert recording.exported.count(("phase/update", 1.0)) == recording.exported.count(("phase/update", 0.0)) == 2
+    assert (
+        recording.exported.count(("phase/update", 1.0))
+        == recording.exported.count(("phase/update", 0.0))
+        == 2
+    )
     assert "3/20" in recording.terminal.file.getvalue()
     made = {"traceEvents": trace_events(read_timeline(recording.folder))}
     check(made)

@@ -17,7 +17,13 @@ EPISODE = {"prompt": "add", "turns": [{"policy": "4"}, {"environment": "no"}, {"
 
 
 def row(nodes: list, **facts) -> dict:
-    return {"uid": "12", "sample": 3, "reward": 1.0, "seconds": 4.2, "session": as_recorded(nodes, 20_000)} | facts
+    return {
+        "uid": "12",
+        "sample": 3,
+        "reward": 1.0,
+        "seconds": 4.2,
+        "session": as_recorded(nodes, 20_000),
+    } | facts
 
 
 def text_of(found: dict) -> str:
@@ -28,8 +34,21 @@ def text_of(found: dict) -> str:
 
 def test_a_path_is_drawn_as_a_list_and_branches_behind_it() -> None:
     found = entries(row(FORKED, advantage=-0.5))
-    assert [entry.who for entry in found] == ["user", "turn 1", "user", "turn 3", "user", "turn 5", "branch", "branch"]
-    turns = {entry.who: entry for entry in (*found, *found[6].under, *found[7].under) if entry.who.startswith("turn")}
+    assert [entry.who for entry in found] == [
+        "user",
+        "turn 1",
+        "user",
+        "turn 3",
+        "user",
+        "turn 5",
+        "branch",
+        "branch",
+    ]
+    turns = {
+        entry.who: entry
+        for entry in (*found, *found[6].under, *found[7].under)
+        if entry.who.startswith("turn")
+    }
     assert "replayed" in turns["turn 1"].facts and "retried 2x" in turns["turn 3"].facts
     assert "dropped" in turns["turn 2"].facts and "advantage" not in turns["turn 2"].facts
     assert "reward 0.500" in turns["turn 5"].facts and "advantage -0.500" in turns["turn 5"].facts
@@ -42,14 +61,20 @@ def test_a_path_is_drawn_as_a_list_and_branches_behind_it() -> None:
 def played(session: Session, *messages: str) -> None:
     """An answer of two tokens to a chat of a user's and the policy's messages in turn."""
     roles = ["user" if place % 2 == 0 else "assistant" for place in range(len(messages))]
-    asked = session.find([{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)])
+    asked = session.find(
+        [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
+    )
     begun = session.ids(asked.parent) if asked.parent else np.empty(0, np.int32)
     ids = np.append(begun, [len(text) for text in messages[asked.covered :]]).astype(np.int32)
     if session.recorded(asked, ids) is None:
         response = Response(np.int32([7, 8]), np.float32([-1.0, -0.5]), np.int32([3, 3]))
         with session.sampling() as number:
             session.add(
-                asked, ids, response, number=number, said={"role": "assistant", "content": f"to {messages[-1]}"}
+                asked,
+                ids,
+                response,
+                number=number,
+                said={"role": "assistant", "content": f"to {messages[-1]}"},
             )
     session.nodes[-1].received = True
 
@@ -64,7 +89,9 @@ def test_what_a_session_tells_is_drawn_and_counted() -> None:
     told = json.loads(json.dumps(again.told()))
     found = entries(row(told))
     assert [entry.text for entry in found] == ["one", "to one", "three", "to three", "after turn 1"]
-    assert [("replayed" in entry.facts, "dropped" in entry.facts) for entry in found[1::2]] == [(True, False)] * 2
+    assert [("replayed" in entry.facts, "dropped" in entry.facts) for entry in found[1::2]] == [
+        (True, False)
+    ] * 2
     assert "dropped" in found[4].under[1].facts
     counted = session_metrics([told], np.ones(1))
     assert (counted["session/dropped_turns"], counted["session/branches"]) == (1, 2)
@@ -89,7 +116,9 @@ def test_messages_are_texts_with_reasoning_and_calls() -> None:
 def test_advantages_of_turns_stand_with_them() -> None:
     found = entries(row(FORKED, advantage=0.0, advantages=[1.0, 2.0, 3.0, 4.0]))
     facts = {entry.who: entry.facts for entry in found if entry.who.startswith("turn")}
-    assert ["+1.000" in facts["turn 1"], "+2.000" in facts["turn 3"], "+3.000" in facts["turn 5"]] == [True] * 3
+    assert ["+1.000" in facts["turn 1"], "+2.000" in facts["turn 3"], "+3.000" in facts["turn 5"]] == [
+        True
+    ] * 3
 
 
 def test_an_episode_and_a_response_are_trees_of_one_path() -> None:
@@ -101,7 +130,8 @@ def test_an_episode_and_a_response_are_trees_of_one_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [row(CHAIN), row([node(0, None, "x" * 200)]), row(FORKED, failure="agent: it died " * 20), EPISODE]
+    "found",
+    [row(CHAIN), row([node(0, None, "x" * 200)]), row(FORKED, failure="agent: it died " * 20), EPISODE],
 )
 def test_a_tree_fits_80_columns_without_escapes(found: dict) -> None:
     lines = text_of(found).splitlines()
@@ -118,7 +148,8 @@ def test_neither_control_characters_nor_secrets_reach_the_terminal(monkeypatch: 
 
 def test_a_long_chain_and_long_texts_stay_short() -> None:
     chain = [
-        node(number, number - 1 if number else None, "x" * 5_000, ("tool", "y" * 5_000)) for number in range(2_000)
+        node(number, number - 1 if number else None, "x" * 5_000, ("tool", "y" * 5_000))
+        for number in range(2_000)
     ]
     recorded = as_recorded(chain, 20_000)
     assert (

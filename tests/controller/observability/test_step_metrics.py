@@ -32,4 +32,6 @@ def test_throughput_is_of_the_step_the_wait_for_samples_and_the_update() -> None
     assert rates["throughput/rollout_tokens_per_s"] == pytest.approx(3.0)
     assert rates["throughput/update_tokens_per_s"] == pytest.approx(4.0)
     assert (rates["tokens/rollout"], rates["tokens/update"]) == (12.0, 20.0)
-    assert "throughput/update_tokens_per_s" not in throughput(generated, trained, {"step": 10.0, "rollout": 4.0})
+    assert "throughput/update_tokens_per_s" not in throughput(
+        generated, trained, {"step": 10.0, "rollout": 4.0}
+    )

@@ -1,4 +1,6 @@
-"""Records of a run become a trace that Perfetto and Chrome show; formats are those of `observability.timeline`."""
+"""Records of a run become a trace that Perfetto and Chrome show; formats are those of
+`observability.timeline`.
+"""
 
 import itertools
 import json
@@ -24,15 +26,20 @@ def sample(replica: int, start: float, seconds: float, tokens: int = 10) -> Samp
 
 
 def recorder() -> TimelineRecorder:
-    """Two engines and two ranks: 0.3 s of generation, two micro-steps of which the second is twice the work."""
+    """Two engines and two ranks: 0.3 s of generation, two micro-steps of which the second is
+    twice the work.
+    """
     recorder = TimelineRecorder()
-    recorder.samples([sample(0, 0.0, 0.2), sample(0, 0.1, 0.2), sample(1, 0.0, 0.1), sample(-1, 0.0, 0.0)], {})
+    recorder.samples(
+        [sample(0, 0.0, 0.2), sample(0, 0.1, 0.2), sample(1, 0.0, 0.1), sample(-1, 0.0, 0.0)], {}
+    )
     measured = {
         "policy dp=0": [(1.0, 0.2, 10, 60), (1.2, 0.4, 20, 240)],
         "policy dp=1": [(1.0, 0.1, 10, 60), (1.2, 0.3, 20, 240)],
     }
     times = {
-        actor: [MicroStepTime("update", START + s, *rest) for s, *rest in rows] for actor, rows in measured.items()
+        actor: [MicroStepTime("update", START + s, *rest) for s, *rest in rows]
+        for actor, rows in measured.items()
     }
     recorder.micro_steps(times, CostModel(1.0, 0.0))
     recorder.weight_loads({"rollout 0": [WeightLoad(3, START + 2.0, 0.05)]})
@@ -40,7 +47,9 @@ def recorder() -> TimelineRecorder:
 
 
 def trace(*records: dict) -> dict:
-    return {"traceEvents": trace_events([{"step": step} | record for step, record in enumerate(records, start=1)])}
+    return {
+        "traceEvents": trace_events([{"step": step} | record for step, record in enumerate(records, start=1)])
+    }
 
 
 def test_a_trace_has_a_track_for_the_driver_each_engine_and_each_rank() -> None:
@@ -96,7 +105,9 @@ def test_planned_slices_of_passes_do_not_overlap() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.lists(st.lists(st.tuples(st.floats(1e-6, 0.2), st.integers(0, 5_000)), min_size=1, max_size=6), max_size=4),
+    st.lists(
+        st.lists(st.tuples(st.floats(1e-6, 0.2), st.integers(0, 5_000)), min_size=1, max_size=6), max_size=4
+    ),
     st.lists(st.tuples(st.integers(0, 2), st.floats(0, 10), st.floats(0, 5)), max_size=12),
 )
 def test_slices_of_a_track_never_cross(ranks: list, generated: list) -> None:

@@ -1,4 +1,6 @@
-"""Weights & Biases and MLflow themselves, on this machine alone: offline, and a folder in place of a server."""
+"""Weights & Biases and MLflow themselves, on this machine alone: offline, and a folder in place
+of a server.
+"""
 
 import json
 import math
@@ -98,7 +100,9 @@ def test_a_run_that_mlflow_does_not_know_is_refused(mlflow_folder: Path) -> None
 
 
 def wandb_records(path: Path) -> Iterator[Record]:
-    """Of a .wandb file: a 7-byte header, then LevelDB's log format (checksum, length, kind, data in 32 KiB blocks)."""
+    """Of a .wandb file: a 7-byte header, then LevelDB's log format (checksum, length, kind, data in 32 KiB
+    blocks).
+    """
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -117,7 +121,9 @@ def wandb_history(path: Path) -> list[dict[str, object]]:
     return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row} for row in items]
 
 
-def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "5ec12e7" + "0" * 33)
     first = WandbTracker(tmp_path / "first", "addition", "first", SETTINGS)

@@ -15,7 +15,9 @@ from controller.observability.trackers import open_trackers
 
 def record(config: Config, progress: Progress, step: int) -> dict[str, str]:
     """A run of one step; returns its ids in the services."""
-    trackers, ids = open_trackers(config, progress.trackers, progress.step, print, RayMetrics(config.run.name))
+    trackers, ids = open_trackers(
+        config, progress.trackers, progress.step, print, RayMetrics(config.run.name)
+    )
     with RunWriter(config.run_folder, "", trackers, after=progress.step) as writer:
         writer.step(step, {"policy/loss": float(step)})
     wandb.teardown()

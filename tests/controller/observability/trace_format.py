@@ -1,4 +1,6 @@
-"""What a trace must be for Perfetto and Chrome to show it: Google's "Trace Event Format", the parts that are used."""
+"""What a trace must be for Perfetto and Chrome to show it: Google's "Trace Event Format", the parts that are
+used.
+"""
 
 from collections import defaultdict
 
@@ -7,7 +9,14 @@ import jsonschema
 NUMBER = {"type": "integer", "minimum": 0}
 SHARED = {"pid": NUMBER, "name": {"type": "string", "minLength": 1}}
 KINDS = {
-    "X": {**SHARED, "tid": NUMBER, "ts": NUMBER, "dur": NUMBER, "cat": {"type": "string"}, "args": {"type": "object"}},
+    "X": {
+        **SHARED,
+        "tid": NUMBER,
+        "ts": NUMBER,
+        "dur": NUMBER,
+        "cat": {"type": "string"},
+        "args": {"type": "object"},
+    },
     "C": {**SHARED, "tid": NUMBER, "ts": NUMBER, "args": {"additionalProperties": {"type": "number"}}},
     "M": {
         **SHARED,
@@ -38,7 +47,9 @@ SCHEMA = {
 
 
 def check(trace: dict) -> None:
-    """Every event has the fields of its kind, every track a name, and slices of one track lie apart or inside."""
+    """Every event has the fields of its kind, every track a name, and slices of one track lie apart or
+    inside.
+    """
     jsonschema.validate(trace, SCHEMA)
     events = trace["traceEvents"]
     named = {(e["pid"], e.get("tid")) for e in events if e["ph"] == "M" and e["name"] != "process_sort_index"}

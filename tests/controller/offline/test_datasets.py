@@ -28,13 +28,17 @@ class Numbers:
 
 
 def example(number: int) -> Example:
-    """Two more tokens than its number, with the last: one of the prompt, the number again and again, <eos>."""
+    """Two more tokens than its number, with the last: one of the prompt, the number again and
+    again, <eos>.
+    """
     return Example(f"{number}", " ".join([f"{number}"] * number))
 
 
 def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
     records = [(example(number), example(number + COUNT)) for number in range(COUNT)]
-    return SequenceDataset(records, Renderer(Numbers()), SftDataConfig(), name="x", shuffle=shuffle, seed=seed)
+    return SequenceDataset(
+        records, Renderer(Numbers()), SftDataConfig(), name="x", shuffle=shuffle, seed=seed
+    )
 
 
 def numbers(batch: RemoteBatch) -> list[int]:

@@ -47,7 +47,9 @@ def _dataset(
 ) -> SequenceDataset:
     path = str(folder / "train.jsonl")
     config: Any = load_as(schema, None, ["model.path=model", f"data.train={path}", "resources.device=cpu"])
-    examples = [_examples_of(config, record, path, f"record {n}") for n, record in enumerate(records, start=1)]
+    examples = [
+        _examples_of(config, record, path, f"record {n}") for n, record in enumerate(records, start=1)
+    ]
     return SequenceDataset(examples, renderer, config.data, name=path, shuffle=False)
 
 
@@ -82,7 +84,11 @@ def test_conversations_and_responses_with_images(folder: Path, renderer: Rendere
         {"messages": [*ASKED, *_said("two")], "images": ["a.png"]},
         {"messages": [{"role": "user", "content": [PART | {"image": "a.png"}, TEXT]}, *_said("two")]},
         {"prompt": ASKED, "response": "two", "images": ["a.png"]},
-        {"prompt": [{"role": "user", "content": "<image>How many?"}], "response": _said("two"), "images": ["a.png"]},
+        {
+            "prompt": [{"role": "user", "content": "<image>How many?"}],
+            "response": _said("two"),
+            "images": ["a.png"],
+        },
         {"prompt": [{"role": "user", "content": "How many?"}], "response": "two"},
     ]
     batch = _dataset(SftConfig, folder, renderer, *records).first(0).gather()
@@ -99,7 +105,9 @@ def test_conversations_and_responses_with_images(folder: Path, renderer: Rendere
     assert batch.objects[IMAGES][-1] == ()
 
 
-def test_pairs_share_as_far_as_their_images_are_equal(folder: Path, renderer: Renderer, ray_session: None) -> None:
+def test_pairs_share_as_far_as_their_images_are_equal(
+    folder: Path, renderer: Renderer, ray_session: None
+) -> None:
     def asked(name: str) -> list[dict[str, Any]]:
         system = {"role": "system", "content": "Count."}
         return [system, {"role": "user", "content": [PART | {"image": name}, TEXT]}]

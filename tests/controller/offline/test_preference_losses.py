@@ -53,7 +53,9 @@ def test_loss_and_gradient_are_those_of_the_papers(settings: PreferenceLossConfi
 def test_rewards_are_beta_times_the_log_ratio() -> None:
     chosen_first = np.array([-1.0, -4.0]), np.array([-2.0, -3.0])
     metrics = pair_loss(PreferenceLossConfig(beta=0.5), *chosen_first, np.array([1, 1])).metrics
-    assert metrics == pytest.approx({"accuracy": 1, "margin": 1, "chosen_reward": 0.5, "rejected_reward": -0.5})
+    assert metrics == pytest.approx(
+        {"accuracy": 1, "margin": 1, "chosen_reward": 0.5, "rejected_reward": -0.5}
+    )
 
 
 def test_a_hopeless_pair_overflows_nothing() -> None:

@@ -51,13 +51,19 @@ def test_pairs_are_ranked_by_a_model_that_transformers_reads(run: Run) -> None:
     pairs = [{"prompt": f"{n}+1=", "chosen": f"{n % 5}1", "rejected": f"{n % 5}2"} for n in range(24)]
     write("pairs.jsonl", pairs[:20])
     write("held_out.jsonl", pairs[20:])
-    settings = "loss.center_rewards_coefficient=0.01", "data.validation=held_out.jsonl", "batch.records_per_step=20"
+    settings = (
+        "loss.center_rewards_coefficient=0.01",
+        "data.validation=held_out.jsonl",
+        "batch.records_per_step=20",
+    )
     outcome = run("reward_model", "run", "run.steps=8", *settings)
     losses = [step["policy/loss"] for step in outcome.steps]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6), "a new head scores 0"
     assert losses[-1] < 0.8 * losses[0]
     assert outcome.after["accuracy"] == 1
-    assert [name for step in recorded("run") for name in step if name != "step" and spec_of(name) is None] == []
+    assert [
+        name for step in recorded("run") for name in step if name != "step" and spec_of(name) is None
+    ] == []
     sides = ("chosen", "rejected")
     chosen, rejected = (scores_of([pair["prompt"] + pair[side] for pair in pairs[20:]]) for side in sides)
     assert outcome.after["chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5), PADDED_BATCH
@@ -68,7 +74,9 @@ def test_pairs_are_ranked_by_a_model_that_transformers_reads(run: Run) -> None:
 def test_a_margin_raises_the_loss_of_its_pair(run: Run) -> None:
     records = [json.loads(line) | {"margin": 3} for line in Path("pairs.jsonl").read_text().splitlines()]
     write("pairs.jsonl", records)
-    assert run("reward_model", "run", "run.steps=1").steps[0]["policy/loss"] == pytest.approx(np.log1p(np.exp(3)))
+    assert run("reward_model", "run", "run.steps=1").steps[0]["policy/loss"] == pytest.approx(
+        np.log1p(np.exp(3))
+    )
 
 
 def test_the_plan_computes_a_pairs_prompt_once(run: Run) -> None:
@@ -77,7 +85,9 @@ def test_the_plan_computes_a_pairs_prompt_once(run: Run) -> None:
         for number, settings in enumerate((["model.min_shared_tokens=1"], ["model.share_prefixes=never"]))
     )
     assert shared[0]["balance/shared_tokens"] > 0.1
-    assert [step["policy/loss"] for step in shared] == pytest.approx([step["policy/loss"] for step in apart], abs=1e-6)
+    assert [step["policy/loss"] for step in shared] == pytest.approx(
+        [step["policy/loss"] for step in apart], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("loss", "metric"), [("regression", "absolute_error"), ("process", "accuracy")])
@@ -88,7 +98,9 @@ def test_scores_and_labels_of_steps_are_learned(run: Run, loss: str, metric: str
     assert outcome.before["loss"] == pytest.approx({"regression": 2.0, "process": np.log(2)}[loss], abs=1e-6)
     assert outcome.after["loss"] < 0.8 * outcome.before["loss"]
     assert outcome.steps[-1][f"policy/{metric}"] != outcome.before[metric]
-    assert [name for step in recorded("run") for name in step if name != "step" and spec_of(name) is None] == []
+    assert [
+        name for step in recorded("run") for name in step if name != "step" and spec_of(name) is None
+    ] == []
     if loss == "regression":
         errors = scores_of([f"{each['prompt']}{each['response']}" for each in LABELLED]) - torch.tensor(
             [each["score"] for each in LABELLED]
@@ -97,7 +109,9 @@ def test_scores_and_labels_of_steps_are_learned(run: Run, loss: str, metric: str
 
 
 CHARACTERS = tokenizer(data.CHARACTERS + " ")
-TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }} {% endfor %}"  # white space behind the end token
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{{ eos_token }} {% endfor %}"  # white space behind the end token
+)
 
 
 def row_of(record: dict[str, Any], loss: str, **settings: str) -> Row:
@@ -117,7 +131,13 @@ def marked(row: Row) -> list[str]:
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "chat"])
 def test_a_score_is_read_at_the_end_token_and_at_each_steps_last(prompt: Any) -> None:
     begin = "1+1=" if isinstance(prompt, str) else "1+1=<eos> "
-    record = {"prompt": prompt, "response": "23", "score": 1, "completions": ["2", "34", "5"], "labels": [True, 0.5, 0]}
+    record = {
+        "prompt": prompt,
+        "response": "23",
+        "score": 1,
+        "completions": ["2", "34", "5"],
+        "labels": [True, 0.5, 0],
+    }
     assert marked(row_of(record, "regression")) == [f"{begin}23<eos> 0"]
     steps = row_of(record, "process", step_separator=".")
     assert marked(steps) == [f"{begin}2 1", f"{begin}2.34 0.5", f"{begin}2.34.5<eos> 0"]

@@ -53,7 +53,9 @@ def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(run: Run)
 def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(run: Run) -> None:
     outcome = run("preferences", "run", "run.steps=8")
     first, last = outcome.steps[0], outcome.steps[-1]
-    assert first["policy/loss"] == pytest.approx(math.log(2), abs=1e-6), "policy and reference are the same at first"
+    assert first["policy/loss"] == pytest.approx(math.log(2), abs=1e-6), (
+        "policy and reference are the same at first"
+    )
     assert first["preferences/margin"] == pytest.approx(0, abs=1e-5)
     assert last["policy/loss"] < first["policy/loss"]
     assert last["preferences/margin"] > 0
@@ -91,7 +93,9 @@ def test_epochs_pass_over_every_record_and_the_last_step_takes_what_is_left(run:
 def test_long_records_are_dropped_and_counted_or_refused(run: Run) -> None:
     steps = run("sft", "run", "data.max_tokens=24", "run.steps=1").steps
     assert 0 < steps[0]["data/dropped"] < 20
-    with pytest.raises(DataError, match=r"pairs.jsonl record \d+ has \d+ tokens. Raise data.max_tokens \(24\)"):
+    with pytest.raises(
+        DataError, match=r"pairs.jsonl record \d+ has \d+ tokens. Raise data.max_tokens \(24\)"
+    ):
         run("sft", "other", "data.max_tokens=24", "data.overlong_records=error")
 
 
@@ -114,7 +118,8 @@ def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(r
 
 
 @pytest.mark.parametrize(
-    ("length", "setting"), [(["run.steps=4"], "run.steps=4"), (["run.steps=0", "run.epochs=2"], "run.epochs=2")]
+    ("length", "setting"),
+    [(["run.steps=4"], "run.steps=4"), (["run.steps=0", "run.epochs=2"], "run.epochs=2")],
 )
 def test_a_finished_run_is_left_as_it_is(
     run: Run, capsys: pytest.CaptureFixture[str], length: list[str], setting: str

@@ -1,10 +1,11 @@
-"""Which characters are learned, against an oracle that marks every text of a conversation and renders it once more.
+"""Which characters are learned, against an oracle that marks every text of a conversation and renders it once
+more.
 
     messages     ask1 | say1 | ask2                  marked     ^ask1~ | ^say1~ | ^ask2~
     rendering    <user>ask1<assistant>say1<end>...              where each character of a text stands, whatever it is
 
-A turn begins behind what its header shares with the generation prompt, and stops where a conversation that ends with it
-does. Between these, every character is learned, and no other.
+A turn begins behind what its header shares with the generation prompt, and stops where a conversation that
+ends with it does. Between these, every character is learned, and no other.
 """
 
 import json
@@ -60,7 +61,9 @@ def conversation(kind: str, *, marks: bool) -> list[dict[str, Any]]:
 
 @dataclass
 class Oracle:
-    """text: the rendering. texts: bounds of every text in it with its message, which is found by its marks."""
+    """text: the rendering. texts: bounds of every text in it with its message, which is found by
+    its marks.
+    """
 
     made: Renderer
     options: dict[str, Any]
@@ -139,7 +142,9 @@ def test_the_characters_of_turns_are_learned_and_no_other(name: str, kind: str) 
         plain, marked = (json.loads(json.dumps(each), object_hook=with_text) for each in (plain, marked))
     reads_tools = has_calls and "tools" in variables_of(TEMPLATES[name]).read
     record = {"messages": plain} | ({"tools": TOOLS} if reads_tools else {})
-    (example,) = with_options(sft_examples(record, ("messages", "prompt", "response"), kind), record, {}, kind)
+    (example,) = with_options(
+        sft_examples(record, ("messages", "prompt", "response"), kind), record, {}, kind
+    )
     row = example_row(made, example, kind, "all")
     pieces = [made.tokenizer.decode([token]) for token in row["input_ids"].tolist()]
     whole, learned = Oracle(made, {"tools": TOOLS} if reads_tools else {}, marked).learned()
@@ -150,5 +155,6 @@ def test_the_characters_of_turns_are_learned_and_no_other(name: str, kind: str) 
 
 def shown(text: str, mask: np.ndarray) -> str:
     return "".join(
-        f"[{character}]" if is_learned else character for character, is_learned in zip(text, mask, strict=True)
+        f"[{character}]" if is_learned else character
+        for character, is_learned in zip(text, mask, strict=True)
     )

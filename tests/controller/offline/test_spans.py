@@ -8,25 +8,25 @@ from controller.offline.tokenized import example_row, preference_examples, score
 from tests.controller.offline.test_stock_templates import TEMPLATES, renderer, runs, tool, turn, user
 
 SIMPLE = (
-    "{% for m in messages %}{{ '\n\n' if not loop.first else '' }}{{ m.role.capitalize() + ': ' + m.content }}"
-    "{% if loop.last and not add_generation_prompt %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '\n\n' if not loop.first else '' }}{{ m.role.capitalize() + ': ' + "
+    "m.content }}{% if loop.last and not add_generation_prompt %}{{ '<eos>' }}{% endif %}{% endfor %}"
 )
 SIMPLE_PROMPTED = SIMPLE + "{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
 THINKING = SIMPLE + "{% if add_generation_prompt %}{{ 'Assistant: <think>' }}{% endif %}"
 INSTRUCTED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Reason first. Assistant: ' + m.content + '<eos>' }}"
-    "{% else %}{{ 'User: ' + m.content + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Reason first. Assistant: <think>' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Reason first. Assistant: ' + m.content + "
+    "'<eos>' }}{% else %}{{ 'User: ' + m.content + '\n' }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}{{ 'Reason first. Assistant: <think>' }}{% endif %}"
 )
 FORMS = {"simple": SIMPLE, "prompted": SIMPLE_PROMPTED, "thinking": THINKING, "instructed": INSTRUCTED}
 FORMS |= {name: TEMPLATES[name] for name in ("qwen2_5", "qwen3", "llama3", "phi3")}
 KIMI = (  # as Kimi-K2-Thinking: thoughts up to the last message without calls are dropped
-    "{% set at = namespace(last=-1) %}{% for m in messages %}"
-    "{% if m.role == 'assistant' and not m.tool_calls %}{% set at.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{% if m.role == 'assistant' %}"
-    "<think>{{ m.reasoning_content if loop.index0 > at.last else '' }}</think>{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not "
+    "m.tool_calls %}{% set at.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_{{ "
+    "m.role }}|>{{ m.role }}<|im_middle|>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if "
+    "loop.index0 > at.last else '' }}</think>{% endif %}{{ m.content }}{% for c in m.tool_calls or [] "
+    "%}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor "
+    "%}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
 CONVERSATIONS = {
     "assistant first": [turn("say1"), user("ask2"), turn("say2")],

@@ -1,4 +1,6 @@
-"""Which tokens of a conversation are learned, with every stock chat template: turns, thoughts and calls of tools."""
+"""Which tokens of a conversation are learned, with every stock chat template: turns, thoughts and calls of
+tools.
+"""
 
 import json
 import re
@@ -30,12 +32,20 @@ TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def call(value: int) -> dict[str, Any]:
-    return {"type": "function", "id": f"call0000{value - 70}", "function": {"name": "add", "arguments": {"a": value}}}
+    return {
+        "type": "function",
+        "id": f"call0000{value - 70}",
+        "function": {"name": "add", "arguments": {"a": value}},
+    }
 
 
 def turn(text: str = "", thought: str = "", calls: tuple[int, ...] = ()) -> dict[str, Any]:
     thoughts = {"reasoning_content": thought} if thought else {}
-    return {"role": "assistant", "content": text} | thoughts | ({"tool_calls": [*map(call, calls)]} if calls else {})
+    return (
+        {"role": "assistant", "content": text}
+        | thoughts
+        | ({"tool_calls": [*map(call, calls)]} if calls else {})
+    )
 
 
 def user(text: str) -> dict[str, Any]:
@@ -51,12 +61,20 @@ CONVERSATIONS = {
     "thoughts": [user("ask1"), turn("say1", "think1"), user("ask2"), turn("say2", "think2")],
     "calls": [user("ask1"), turn(calls=(71,)), tool("got1", 1), turn("say1"), user("ask2"), turn("say2")],
     "both": [
-        *(user("ask1"), turn("", "think1", (71, 72)), tool("got1", 1), tool("got2", 2), turn("say1", "think2")),
+        *(
+            user("ask1"),
+            turn("", "think1", (71, 72)),
+            tool("got1", 1),
+            tool("got2", 2),
+            turn("say1", "think2"),
+        ),
         *(user("ask2"), turn("", "think3", (73,)), tool("got3", 3), turn("say2", "think4")),
     ],
 }
 """Contents `ask` and `got` are others', `say`, `think` and the arguments 71 to 73 the assistant's."""
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"properties": {}}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "", "parameters": {"properties": {}}}}
+]
 WITHOUT_TOOLS = {
     *("cohere", "cohere2", "gemma", "gemma3", "llava_next"),  # the template refuses tools' answers
     *("idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),  # or leaves out calls
@@ -77,12 +95,16 @@ def renderer(template: str) -> Renderer:
 
 def row(made: Renderer, kind: str, train_on: str = "all") -> Row:
     messages, tools = CONVERSATIONS[kind], kind in ("calls", "both")
-    if "+ tool['function']['arguments'] +" in made.tokenizer.chat_template:  # some ask for arguments as a text
+    if (
+        "+ tool['function']['arguments'] +" in made.tokenizer.chat_template
+    ):  # some ask for arguments as a text
         messages = json.loads(json.dumps(messages), object_hook=with_text)
     record = {"messages": messages} | (
         {"tools": TOOLS} if tools and "tools" in variables_of(made.tokenizer.chat_template).read else {}
     )
-    (example,) = with_options(sft_examples(record, ("messages", "prompt", "response"), kind), record, {}, kind)
+    (example,) = with_options(
+        sft_examples(record, ("messages", "prompt", "response"), kind), record, {}, kind
+    )
     return example_row(made, example, kind, train_on)
 
 
@@ -119,21 +141,27 @@ def test_the_assistants_words_are_learned_with_their_end(name: str, kind: str) -
 
 @pytest.mark.parametrize("name", MARKED)
 def test_marks_and_rendering_agree(name: str) -> None:
-    """They differ in what the generation prompt gives, which the rendering leaves out and some marks do not."""
+    """They differ in what the generation prompt gives, which the rendering leaves out and some
+    marks do not.
+    """
     for kind in CONVERSATIONS:
         marked, plain = renderer(TEMPLATES[name]), renderer(TAGS.sub("", TEMPLATES[name]))
         try:
             by_marks, found = row(marked, kind), row(plain, kind)
         except DataError:
             stock = name.removesuffix("_training")
-            assert (stock in WITHOUT_TOOLS and kind in ("calls", "both")) or (stock in ONE_CALL and kind == "both")
+            assert (stock in WITHOUT_TOOLS and kind in ("calls", "both")) or (
+                stock in ONE_CALL and kind == "both"
+            )
             continue
         ids, marks, mask = found["input_ids"], by_marks["loss_mask"], found["loss_mask"]
         assert np.array_equal(ids, by_marks["input_ids"])
         assert {"".join(text.split()) for text in runs(plain, ids, marks & ~mask)} <= GIVEN
         more = {"<|tool_response>", "<|turn>model"} if name.startswith("diffusion_gemma") else set()
         assert {"".join(text.split()) for text in runs(plain, ids, mask & ~marks)} <= {"", *more}
-        assert WORDS.findall("".join(runs(plain, ids, marks))) == WORDS.findall("".join(runs(plain, ids, mask)))
+        assert WORDS.findall("".join(runs(plain, ids, marks))) == WORDS.findall(
+            "".join(runs(plain, ids, mask))
+        )
 
 
 @pytest.mark.drawn(1)
@@ -149,11 +177,15 @@ def test_a_configuration_chooses_the_turns(run: Any, command: str) -> None:
     write_records(Path("chats.jsonl"), [record | {"tools": TOOLS}])
     settings = [*SETTINGS, *OF_COMMAND[command], "data.train=chats.jsonl", "data.max_tokens=4096"]
     found = {
-        turns: read_inputs(load_as(SCHEMAS[command], None, [*settings, f"data.train_on={turns}"])).train.first(0)
+        turns: read_inputs(
+            load_as(SCHEMAS[command], None, [*settings, f"data.train_on={turns}"])
+        ).train.first(0)
         for turns in ("all", "last")
     }
     said = len(load_tokenizer("model")("<think>\nthink4\n</think>\n\nsay2<|im_end|>\n").input_ids)
-    assert found["last"]["response_tokens"].tolist() == ([said] if command == "sft" else [said, said - len("think4")])
+    assert found["last"]["response_tokens"].tolist() == (
+        [said] if command == "sft" else [said, said - len("think4")]
+    )
     assert found["all"]["response_tokens"][0] > 3 * said
     assert found["all"]["length"].tolist() == found["last"]["length"].tolist()
 

@@ -1,4 +1,6 @@
-"""A text that is tokenized in pieces has the ids of the whole text, whatever blank the tokenizer puts before a text."""
+"""A text that is tokenized in pieces has the ids of the whole text, whatever blank the tokenizer puts before
+a text.
+"""
 
 from typing import Any
 from unittest.mock import Mock
@@ -32,7 +34,9 @@ TEMPLATES = {"special tokens between turns": LLAMA_2, "text between turns": PLAI
 
 def tokenizer(kind: str, template: str | None = None) -> Any:
     blank, line = ("Ġ", "Ċ") if "bytes" in kind else ("▁", "<0x0A>")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if "bytes" in kind else list(map(chr, range(33, 127)))
+    letters = (
+        sorted(pre_tokenizers.ByteLevel.alphabet()) if "bytes" in kind else list(map(chr, range(33, 127)))
+    )
     single = [] if "bytes" in kind else ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), blank]
     merges = [(blank, "t"), ("t", "w"), (f"{blank}t", "w"), ("tw", "o"), (blank, "[")]
     vocabulary = dict.fromkeys([*single, *letters, *("".join(pair) for pair in merges)])
@@ -81,7 +85,9 @@ def test_steps_end_at_their_own_last_tokens(kind: str, prompt: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_turns_and_observations_have_the_ids_of_the_whole_conversation(kind: str, template: str, role: str) -> None:
+def test_turns_and_observations_have_the_ids_of_the_whole_conversation(
+    kind: str, template: str, role: str
+) -> None:
     tokens = tokenizer(kind, template)
     renderer = Renderer(tokens)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
@@ -101,7 +107,9 @@ def test_turns_and_observations_have_the_ids_of_the_whole_conversation(kind: str
             stop_string=not end,
         )
         observation = {"role": role, "content": f"two {number}"}
-        following, branch = conversation.observed(turn, conversation.turn(turn.ids, finished=True), [observation])
+        following, branch = conversation.observed(
+            turn, conversation.turn(turn.ids, finished=True), [observation]
+        )
         assert branch is None
         messages = [*messages, observation]
         ids += [*sampled, *following.ids.tolist()]

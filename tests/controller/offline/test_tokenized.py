@@ -16,8 +16,8 @@ from workers.errors import DataError
 from workers.rendering import Renderer
 
 MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}"
-    "{% else %}{{ m.content }}={% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% "
+    "endgeneration %}{% else %}{{ m.content }}={% endif %}{% endfor %}"
 )
 PLAIN = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '=' }}{% endfor %}"
 SFT, PAIR = ("messages", "prompt", "response"), ("prompt", "chosen", "rejected")
@@ -37,7 +37,9 @@ def turns(*contents: str) -> list[dict[str, str]]:
 def learned(row: Row) -> str:
     """The learned tokens, with `_` for the others."""
     made = characters()
-    pieces = [made.decode([i]) if mask else "_" for i, mask in zip(row["input_ids"], row["loss_mask"], strict=True)]
+    pieces = [
+        made.decode([i]) if mask else "_" for i, mask in zip(row["input_ids"], row["loss_mask"], strict=True)
+    ]
     assert row["input_ids"].dtype == np.int32
     return "".join(pieces)
 
@@ -48,7 +50,9 @@ def sft_row(made: Renderer, record: Record, where: str = "record 1") -> Row:
 
 
 def pair(made: Renderer, record: Record, where: str = "record 1") -> list[str]:
-    return [learned(example_row(made, example, where)) for example in preference_examples(record, PAIR, where)]
+    return [
+        learned(example_row(made, example, where)) for example in preference_examples(record, PAIR, where)
+    ]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
@@ -67,7 +71,9 @@ def test_of_a_prompt_with_turns_the_response_alone_is_learned(template: str, res
 def test_a_text_response_is_learned_with_its_end() -> None:
     adding = tokenizer()
     end = ("<eos>", adding.tokenizer.eos_token_id)
-    adding.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[end])
+    adding.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <eos>", special_tokens=[end]
+    )
     for made, response in itertools.product((tokenizer(), adding), ("2", "2<eos>")):
         assert learned(sft_row(made, {"prompt": "1+1=", "response": response})) == "____2<eos>"
 

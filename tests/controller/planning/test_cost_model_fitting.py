@@ -87,7 +87,10 @@ def test_micro_steps_too_alike_change_nothing() -> None:
 
 def test_other_passes_and_micro_steps_without_work_do_not_count() -> None:
     fitter = CostModelFitter(CostModel(1.0, 1e-6), enabled=True)
-    assert fitter.observe([MicroStepTime("log_probs", 0, 1.0, 10, 100), MicroStepTime("update", 0, 1.0, 0, 0)]) == {}
+    assert (
+        fitter.observe([MicroStepTime("log_probs", 0, 1.0, 10, 100), MicroStepTime("update", 0, 1.0, 0, 0)])
+        == {}
+    )
 
 
 def test_a_prediction_that_is_right_up_to_a_factor_has_no_error() -> None:
@@ -120,7 +123,14 @@ def test_plans_for_a_pipeline_follow_what_a_micro_step_and_each_stage_took() -> 
 
 
 def test_seconds_of_stages_are_those_of_updates_over_all_ranks_of_a_stage() -> None:
-    update, forward = MicroStepTime("update", 0.0, 2.0, 10, 100), MicroStepTime("log_probs", 0.0, 9.0, 10, 100)
-    times = {"policy dp=0 pp=0": [update, forward], "policy dp=1 pp=0": [update], "policy dp=0 pp=1": [update]}
+    update, forward = (
+        MicroStepTime("update", 0.0, 2.0, 10, 100),
+        MicroStepTime("log_probs", 0.0, 9.0, 10, 100),
+    )
+    times = {
+        "policy dp=0 pp=0": [update, forward],
+        "policy dp=1 pp=0": [update],
+        "policy dp=0 pp=1": [update],
+    }
     assert seconds_of_stages(times) == [4.0, 2.0]
     assert seconds_of_stages({"policy dp=0": [update], "policy dp=1": [update]}) == [4.0]

@@ -43,7 +43,9 @@ def test_p10_membership_is_random_and_differs_by_epoch_but_repeats_with_the_seed
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 8))
-def test_whole_groups_are_drawn_and_their_numbers_differ_by_at_most_one(groups: list[int], count: int) -> None:
+def test_whole_groups_are_drawn_and_their_numbers_differ_by_at_most_one(
+    groups: list[int], count: int
+) -> None:
     drawn = draw_mini_batches(len(groups), count, seed=1, step=1, groups=np.array(groups))
     assert sorted(np.concatenate(drawn).tolist()) == list(range(len(groups)))
     members = [len(set(np.array(groups)[part].tolist())) for part in drawn]
@@ -58,7 +60,9 @@ def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
 
 
 def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
-    """With stages the micro-steps are those of the least makespan; backward takes 3 forward passes with checkpoints."""
+    """With stages the micro-steps are those of the least makespan; backward takes 3 forward passes with
+    checkpoints.
+    """
     config = Config()
     assert plan_arguments(config, "policy.update")["pipeline"] is None
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = 4, 2
@@ -88,7 +92,11 @@ def test_a_plan_may_give_each_micro_step_its_own_degree(tmp_path) -> None:
     """Ranks then count one by one, with the cap of one."""
     config = load(write_workspace(tmp_path), [f"model.path={tmp_path}/model"])
     parallel = config.policy.parallel
-    parallel.context_parallel, config.policy.data_parallel, config.policy.max_tokens_per_micro_batch = 4, 2, 96
+    parallel.context_parallel, config.policy.data_parallel, config.policy.max_tokens_per_micro_batch = (
+        4,
+        2,
+        96,
+    )
     fixed = plan_arguments(config, "policy.update")
     assert (fixed["ranks"], fixed["max_tokens"], fixed["context_degrees"]) == (2, 4 * 96, None)
     parallel.context_parallel_degree, parallel.context_parallel_method = "auto", "ring"
@@ -108,10 +116,17 @@ def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_witho
     config.policy.max_tokens_per_micro_batch, config.policy.max_patches_per_micro_batch = 64, 80
     images = object_column([(PlacedImage(Image(row, 20, 20, b""), 1, 10 + row),) for row in range(8)] + [()])
     columns = {"length": np.full(9, 32), "response_tokens": np.full(9, 5), "images": images}
-    planner, batch = Planner(config, CostModel(1.0, 0.0, "FLOP", 2.0, 0.1, patches=4.0)), RemoteBatch(columns, {})
+    planner, batch = (
+        Planner(config, CostModel(1.0, 0.0, "FLOP", 2.0, 0.1, patches=4.0)),
+        RemoteBatch(columns, {}),
+    )
     update, forward = (planner.forward_plan(batch, of) for of in ("policy.update", "policy.log_probs"))
-    assert update.workloads.tolist() == pytest.approx([*(32 + 2 * n + 0.1 * n * n for n in range(10, 18)), 32])
-    assert forward.workloads.tolist() == pytest.approx([*(32 + 6 * n + 0.3 * n * n for n in range(10, 18)), 32])
+    assert update.workloads.tolist() == pytest.approx(
+        [*(32 + 2 * n + 0.1 * n * n for n in range(10, 18)), 32]
+    )
+    assert forward.workloads.tolist() == pytest.approx(
+        [*(32 + 6 * n + 0.3 * n * n for n in range(10, 18)), 32]
+    )
     assert update.mini_batches[0].sums(update.computed_patches).max() <= 80
     assert (update.mini_batches[0].steps, forward.mini_batches[0].steps) == (8, 5)
     config.model.train_vision = True
@@ -128,10 +143,20 @@ def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_witho
     st.sampled_from(["policy.update", "policy.log_probs"]),
 )
 def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
-    sequences: int, mini_batches: int, least: int, multiple: int, algorithm: str, stages: tuple[int, int], of: str
+    sequences: int,
+    mini_batches: int,
+    least: int,
+    multiple: int,
+    algorithm: str,
+    stages: tuple[int, int],
+    of: str,
 ) -> None:
     config = Config()
-    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = 4, 64, algorithm
+    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = (
+        4,
+        64,
+        algorithm,
+    )
     config.policy.min_micro_batches = config.policy.forward_min_micro_batches = least
     config.balance.count_multiple = multiple
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = stages
@@ -139,13 +164,17 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     batch = RemoteBatch(columns, {})
     drawn = draw_mini_batches(sequences, mini_batches, seed=1, step=1)
     plan = Planner(config, CostModel.tokens()).plan(batch, drawn, of)
-    assert sorted(np.concatenate([part.rows for part in plan.mini_batches]).tolist()) == list(range(sequences))
+    assert sorted(np.concatenate([part.rows for part in plan.mini_batches]).tolist()) == list(
+        range(sequences)
+    )
     fewest = min(map(len, drawn))
     assert all(part.steps >= min(least, fewest) for part in plan.mini_batches)
 
 
 def test_a_model_that_cannot_be_counted_names_the_field_to_add(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "blt", "hidden_size": 8, "vocab_size": 9}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "blt", "hidden_size": 8, "vocab_size": 9})
+    )
     config = Config()
     config.model.path = str(tmp_path)
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: .*num_hidden_layers.*Add the field"):

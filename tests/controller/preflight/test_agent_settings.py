@@ -34,13 +34,19 @@ def test_a_dry_run_imports_the_agent_and_names_it(file: Path) -> None:
     assert "agent.py:run: imported" in lines
     command = load(file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py"])
     assert "python agent.py: started" in "\n".join(tried_lines(command, try_inputs(command)))
-    for text in ("raise ValueError('no')", "def run(record): ...", "def run(record, base_url, api_key, more): ..."):
+    for text in (
+        "raise ValueError('no')",
+        "def run(record): ...",
+        "def run(record, base_url, api_key, more): ...",
+    ):
         (file.parent / "agent.py").write_text(f"{text}\ndef other(): ...\n")
         with refused("rollout.agent"):
             try_inputs(config)
 
 
-def test_agents_elsewhere_need_a_secret_and_have_no_processes_here(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_elsewhere_need_a_secret_and_have_no_processes_here(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = [*AGENT, "rollout.agent=http", "rollout.gateway.port=8123"]
     for key in ("", "short"):
         monkeypatch.setenv(GATEWAY_KEY, key)

@@ -65,7 +65,9 @@ SETTINGS = (
         [f"policy.max_tokens_per_micro_batch={'9' * 23}"],
     ),
     BadInput("seed beyond 64 bits", ["run.seed", "20 digits"], [f"run.seed={2**64}"]),
-    BadInput("override nested thousands deep", ["rollout.engine"], [f"rollout.engine={'[' * 5000}{']' * 5000}"]),
+    BadInput(
+        "override nested thousands deep", ["rollout.engine"], [f"rollout.engine={'[' * 5000}{']' * 5000}"]
+    ),
     written("file nested thousands deep", "config.yaml", f"run: {'[' * 5000}{']' * 5000}", "config.yaml"),
 )
 MACHINE = (
@@ -97,7 +99,9 @@ def test_a_dry_run_for_other_machines_is_not_held_against_this_one(
     workspace: Path, where: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
-    check_machine(load("config.yaml", ["rollout.replicas=2", "policy.data_parallel=5000", *where]), dry_run=True)
+    check_machine(
+        load("config.yaml", ["rollout.replicas=2", "policy.data_parallel=5000", *where]), dry_run=True
+    )
 
 
 @pytest.mark.parametrize(("gpus", "dry_run"), [(0, False), (2, True)])

@@ -1,4 +1,6 @@
-"""Users' code and chat templates that hang, exit, raise or cannot be sent on: one line, and never in the driver."""
+"""Users' code and chat templates that hang, exit, raise or cannot be sent on: one line, and never in the
+driver.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -25,7 +27,9 @@ def template(text: str) -> Callable[[Path], object]:
     """A chat template, and data that need it."""
 
     def write(folder: Path) -> None:
-        (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": text, "eos_token": "#"}))
+        (folder / "model" / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": text, "eos_token": "#"})
+        )
         record = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2"}
         for name in ("train", "validation"):
             (folder / f"{name}.jsonl").write_text(json.dumps(record))
@@ -57,7 +61,9 @@ def function(what: str, top: str, body: str, *words: str, overrides: Sequence[st
 
 
 IMPORTS = (
-    function("raises at its import", "raise RuntimeError('no')", "...", "reward.function", "RuntimeError: no"),
+    function(
+        "raises at its import", "raise RuntimeError('no')", "...", "reward.function", "RuntimeError: no"
+    ),
     function(
         "hangs at its import",
         "import subprocess\nsubprocess.run(['sleep', '1000'])",
@@ -65,7 +71,9 @@ IMPORTS = (
         *("reward.function", "resources.user_code_timeout_s=1", "__main__"),
         overrides=["resources.user_code_timeout_s=1"],
     ),
-    function("exits at its import with a word", "import sys\nsys.exit('no key')", "...", "exit code 1: no key"),
+    function(
+        "exits at its import with a word", "import sys\nsys.exit('no key')", "...", "exit code 1: no key"
+    ),
     function(
         "holds a thread pool",
         "from concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor()",
@@ -73,26 +81,45 @@ IMPORTS = (
         "POOL (ThreadPoolExecutor)",
     ),
     BadInput("a reward that is no Python", ["reward.py"], write=file("reward.py", "def reward(:")),
-    BadInput("a reward without its column", ["'target'"], write=file("reward.py", "def reward(response, target): ...")),
+    BadInput(
+        "a reward without its column",
+        ["'target'"],
+        write=file("reward.py", "def reward(response, target): ..."),
+    ),
 )
 CALLS = (
     function("ends its process", "import os", "os._exit(5)", "exit code 5"),
-    function("hangs", "import time", "time.sleep(99)", "reward.timeout_s=0.2", overrides=["reward.timeout_s=0.2"]),
     function(
-        "is noisy and raises", "import sys", "print('x', file=sys.stderr); raise ValueError('no')", "ValueError: no"
+        "hangs", "import time", "time.sleep(99)", "reward.timeout_s=0.2", overrides=["reward.timeout_s=0.2"]
+    ),
+    function(
+        "is noisy and raises",
+        "import sys",
+        "print('x', file=sys.stderr); raise ValueError('no')",
+        "ValueError: no",
     ),
     function("raises in lines", "", "raise ValueError('first\\nsecond')", "ValueError: first"),
 )
 
-ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
+ENVIRONMENT = (
+    "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
+)
 
 
 def environment(what: str, text: str, *words: str) -> BadInput:
-    overrides = ["rollout.environment=guess.py:Guess", "policy.max_tokens_per_micro_batch=9999", "rollout.max_turns=1"]
-    return BadInput(f"an environment that {what}", ["rollout.environment", *words], overrides, file("guess.py", text))
+    overrides = [
+        "rollout.environment=guess.py:Guess",
+        "policy.max_tokens_per_micro_batch=9999",
+        "rollout.max_turns=1",
+    ]
+    return BadInput(
+        f"an environment that {what}", ["rollout.environment", *words], overrides, file("guess.py", text)
+    )
 
 
-def tools(what: str, text: str, *words: str, shown: str = "<tool_call>", overrides: Sequence[str] = ()) -> BadInput:
+def tools(
+    what: str, text: str, *words: str, shown: str = "<tool_call>", overrides: Sequence[str] = ()
+) -> BadInput:
     """Tools for a chat template that shows `shown`, or for prompts that are texts."""
 
     def write(folder: Path) -> None:
@@ -108,7 +135,9 @@ def curriculum(what: str, body: str, *words: str) -> BadInput:
     text = f"import time\n\n\ndef order(records, epoch):\n    {body}\n"
     # The imports before it, which end, must keep the limit on a busy machine too.
     overrides = ["data.curriculum=order.py:order", "resources.user_code_timeout_s=6"]
-    return BadInput(f"a curriculum that {what}", ["data.curriculum", *words], overrides, file("order.py", text))
+    return BadInput(
+        f"a curriculum that {what}", ["data.curriculum", *words], overrides, file("order.py", text)
+    )
 
 
 OTHERS = (
@@ -143,7 +172,9 @@ LOSSES = (
         file("lost.py", "import os\nos._exit(9)\n\n\ndef mine(predictions, config): ...\n"),
     ),
     loss(
-        "with a tensor as statistic", "return L, {'kl': L.mean()}", "gave the statistic 'kl' as Tensor. Wrap it by mean"
+        "with a tensor as statistic",
+        "return L, {'kl': L.mean()}",
+        "gave the statistic 'kl' as Tensor. Wrap it by mean",
     ),
     loss("with a number as statistic", "return L, {'kl': 1.0}", "gave the statistic 'kl' as float"),
     loss("without statistics", "return L", "the loss returned a Tensor. Return"),
@@ -152,7 +183,11 @@ LOSSES = (
     loss("in NumPy", "return L.detach().numpy(), {}", "the loss returned a pair of ndarray and dict"),
     loss("of three values", "return L, {}, 1", "the loss returned a tuple"),
     loss("with a statistic of a reserved name", "return L, {'loss': mean(L)}", "gave the statistic 'loss'"),
-    loss("with a statistic of the optimiser's name", "return L, {'grad_norm': mean(L)}", "the statistic 'grad_norm'"),
+    loss(
+        "with a statistic of the optimiser's name",
+        "return L, {'grad_norm': mean(L)}",
+        "the statistic 'grad_norm'",
+    ),
     loss("with a number as a statistic's name", "return L, {1: mean(L)}", "gave a statistic named 1"),
     loss("that is not finite", "return L / 0, {}", "tried on two sequences: the loss is"),
     loss("whose gradient is not finite", "return (p.log_probs + 1) ** 0.5, {}", "the gradient of the loss"),
@@ -160,9 +195,15 @@ LOSSES = (
     loss("of another shape", "return L.mean(), {}", "gave losses of shape () for 5 tokens"),
     loss("without gradient", "return L.detach(), {}", "tried on two sequences: the losses have no gradient"),
     loss("of no sequence", "return L / L.max(), {}", "tried on no sequence, raised RuntimeError"),
-    loss("of a column that is not there", "return L * p['old_entropies'], {}", "needs the column 'old_entropies'"),
     loss(
-        "of a column that is an object", "return L * p['solution'], {}", "finds it in predictions.objects['solution']"
+        "of a column that is not there",
+        "return L * p['old_entropies'], {}",
+        "needs the column 'old_entropies'",
+    ),
+    loss(
+        "of a column that is an object",
+        "return L * p['solution'], {}",
+        "finds it in predictions.objects['solution']",
     ),
 )
 
@@ -182,7 +223,9 @@ TEMPLATES = (
         ["chat template of model.path=model took more than resources.user_code_timeout_s=6 s"],
         ["resources.user_code_timeout_s=6"],
         template(ENDLESS),
-        told=["waiting for the chat template of model.path=model (at most resources.user_code_timeout_s=6 s)\n"],
+        told=[
+            "waiting for the chat template of model.path=model (at most resources.user_code_timeout_s=6 s)\n"
+        ],
     ),
 )
 

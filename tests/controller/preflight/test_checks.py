@@ -20,7 +20,9 @@ SHORT = {
     "KL": "algorithm.loss.kl_coefficient=0.1",
     "REWARD_KL": "algorithm.kl_in_reward.coefficient=0.1",
     "FLOAT32": "model.dtype=float32",
-    "JUDGE": "reward.judge.model=model reward.judge.max_prompt_tokens=64 reward.judge.sampling.max_new_tokens=64",
+    "JUDGE": (
+        "reward.judge.model=model reward.judge.max_prompt_tokens=64 reward.judge.sampling.max_new_tokens=64"
+    ),
 }
 
 
@@ -43,7 +45,11 @@ def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
     own = ["model.path=model", "data.train=train.jsonl", "data.validation=validation.jsonl"]
-    small = ["data.max_prompt_tokens=32", "rollout.sampling.max_new_tokens=64", "policy.max_tokens_per_micro_batch=96"]
+    small = [
+        "data.max_prompt_tokens=32",
+        "rollout.sampling.max_new_tokens=64",
+        "policy.max_tokens_per_micro_batch=96",
+    ]
     shaped = ["reward.overlong_tokens=16"] if recipe.stem == "dapo" else []
     config = load(recipe, [*own, *small, *shaped, "reward.function=reward.py:reward"])
     check(config)
@@ -277,7 +283,9 @@ def test_what_cannot_work_is_refused(workspace: Path, named: str, overrides: lis
         ("reward.py", "print(reward)", "reward.function='reward.py:reward': reward.py defines no reward."),
     ],
 )
-def test_a_file_that_is_gone_or_broken_is_named(workspace: Path, file: str, content: str | None, message: str) -> None:
+def test_a_file_that_is_gone_or_broken_is_named(
+    workspace: Path, file: str, content: str | None, message: str
+) -> None:
     if content is None:
         (workspace / file).unlink()
     else:
@@ -301,7 +309,11 @@ def test_chat_messages_need_a_chat_template(workspace: Path) -> None:
 def test_ranks_that_share_experts_must_divide() -> None:
     """Ranks with different tokens: those of a tensor-parallel group have different ones, too."""
     config = Config()
-    config.policy.data_parallel, config.policy.parallel.replicate, config.policy.parallel.context_parallel = 6, 2, 2
+    config.policy.data_parallel, config.policy.parallel.replicate, config.policy.parallel.context_parallel = (
+        6,
+        2,
+        2,
+    )
     for divisor in (1, 2, 3, 6):
         config.policy.parallel.expert_parallel = divisor
         check_parallel(config)
@@ -312,7 +324,9 @@ def test_ranks_that_share_experts_must_divide() -> None:
     check_parallel(config)
 
 
-def test_a_model_of_the_local_hub_cache_is_found_by_name(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_local_hub_cache_is_found_by_name(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = workspace / "hub" / "models--someone--small"
     snapshot = hub / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -332,7 +346,9 @@ def test_a_reward_function_is_found_without_importing_anything(workspace: Path, 
     check(load("config.yaml", [f"reward.function={place}:reward"]))
 
 
-def test_auto_device_is_the_cpu_where_gpus_are_hidden(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_device_is_the_cpu_where_gpus_are_hidden(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = load("config.yaml", ["resources.device=auto"])
     assert not config.uses_gpus
@@ -344,7 +360,9 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
     config.run_folder.mkdir(parents=True)
     check(config)
     (config.run_folder / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"holds a run already. Choose another name, remove it, or resume it"):
+    with pytest.raises(
+        ConfigError, match=r"holds a run already. Choose another name, remove it, or resume it"
+    ):
         check(config)
 
 
@@ -354,7 +372,8 @@ def test_what_is_a_critic_leaves_at_zero_follows_the_policy(workspace: Path) -> 
     assert (config.total_optimizer_steps, config.critic_optimizer_steps) == (12, 20)
     assert (config.critic_model.path, config.critic_model.lora.rank) == ("model", 0)
     told = load(
-        "config.yaml", ["algorithm.advantage=gae", "critic.max_tokens_per_micro_batch=5000", "critic.path=other"]
+        "config.yaml",
+        ["algorithm.advantage=gae", "critic.max_tokens_per_micro_batch=5000", "critic.path=other"],
     )
     assert [told.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [5000, 5000]
     assert told.critic_model.path == "other"
@@ -364,7 +383,11 @@ def test_the_dry_run_shows_the_critic(workspace: Path) -> None:
     page = describe(
         load(
             "config.yaml",
-            ["algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "critic.max_tokens_per_micro_batch=192"],
+            [
+                "algorithm.advantage=gae",
+                "algorithm.loss.kl_coefficient=0.1",
+                "critic.max_tokens_per_micro_batch=192",
+            ],
         )
     )
     assert "pool training: 2 x {CPU: 0.75}" in page

@@ -1,4 +1,6 @@
-"""Placement on a described cluster: every actor has a place with room, or one sentence says what is missing."""
+"""Placement on a described cluster: every actor has a place with room, or one sentence says what
+is missing.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 from controller.actors.layout import pools, role_requests
 from controller.config import Config
 from controller.fit import main
-from controller.preflight.cluster import FIGURES, Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
+from controller.preflight.cluster import (
+    FIGURES,
+    Cluster,
+    groups_across_nodes,
+    parse_cluster,
+    place,
+    roles_on_node,
+)
 from controller.preflight.describe_cluster import placement_lines
 from tests.refusals import refused
 from workers.errors import ConfigError
@@ -65,7 +74,11 @@ def test_no_node_gives_more_than_it_has(
     ranks: int, replicas: int, tensor: int, nodes: int, gpus: int, placement: str
 ) -> None:
     config = gpu_config(data_parallel=ranks)
-    config.rollout.replicas, config.rollout.tensor_parallel, config.rollout.placement = replicas, tensor, placement
+    config.rollout.replicas, config.rollout.tensor_parallel, config.rollout.placement = (
+        replicas,
+        tensor,
+        placement,
+    )
     if placement == "colocated":
         config.rollout.replicas = min(replicas, max(1, ranks // tensor))
     cluster = Cluster(nodes=nodes, cpus=4, gpus=gpus, gpu_gib=80)
@@ -86,7 +99,9 @@ def test_no_node_gives_more_than_it_has(
         assert sum(bundle.get("GPU", 0.0) for bundle in given_here) <= gpus
         assert sum(bundle["CPU"] for bundle in given_here) + 0.25 * found.rewards.count(node) <= 4 + 1e-9
     for request in role_requests(config):
-        placed = [i for node in range(nodes) for i in roles_on_node(config, found, node).get(request.role, [])]
+        placed = [
+            i for node in range(nodes) for i in roles_on_node(config, found, node).get(request.role, [])
+        ]
         assert sorted(placed) == list(range(request.actors))
 
 
@@ -122,7 +137,9 @@ def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
         ({}, 1, set()),
     ],
 )
-def test_notes_say_what_sharding_costs_where_ranks_lie(changed: dict[str, int], nodes: int, named: set[str]) -> None:
+def test_notes_say_what_sharding_costs_where_ranks_lie(
+    changed: dict[str, int], nodes: int, named: set[str]
+) -> None:
     config = gpu_config(data_parallel=8 // changed.get("pipeline_parallel", 1))
     for name, value in changed.items():
         setattr(config.policy.parallel, name, value)

@@ -76,12 +76,17 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert "the first prompt, as engines read it:\n    1+1=\n" in process.stdout
     assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
     assert "the reward of an empty response: 0\n" in process.stdout
-    assert "train.jsonl: 1 prompt of 4 to 4 tokens, 4 on average; above data.max_prompt_tokens: 0 dropped" in (
-        process.stdout
+    assert (
+        "train.jsonl: 1 prompt of 4 to 4 tokens, 4 on average; above data.max_prompt_tokens: 0 dropped"
+        in (process.stdout)
     )
-    assert "optimizer" not in process.stdout.partition("== placement")[0]  # its settings are at their defaults
+    assert (
+        "optimizer" not in process.stdout.partition("== placement")[0]
+    )  # its settings are at their defaults
     assert "numerics: packed rows of model.path match the model's own forward pass" in process.stdout
-    assert process.stdout.endswith("heavy: ['torch', 'transformers']\n")  # to measure the model; neither Ray nor vLLM
+    assert process.stdout.endswith(
+        "heavy: ['torch', 'transformers']\n"
+    )  # to measure the model; neither Ray nor vLLM
     assert not (tmp_path / "runs").exists()
 
 
@@ -118,11 +123,18 @@ def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path) -> None:
 
 def test_independent_problems_are_refused_together_a_line_each(tmp_path: Path) -> None:
     write_workspace(tmp_path)
-    wrong = ["rollout.max_turns=3", "model.lora.alpha=7", "data.train=nowhere.jsonl", "reward.function=none.py:f"]
+    wrong = [
+        "rollout.max_turns=3",
+        "model.lora.alpha=7",
+        "data.train=nowhere.jsonl",
+        "reward.function=none.py:f",
+    ]
     done = fit(tmp_path, "--config", "config.yaml", *wrong)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert all(line.startswith("error: ") for line in lines)
     assert len(lines) == len(wrong), done.stderr
     for setting in wrong:
-        assert sum(setting.partition("=")[0] in line.partition(" has no effect")[0] for line in lines) == 1, done.stderr
+        assert sum(setting.partition("=")[0] in line.partition(" has no effect")[0] for line in lines) == 1, (
+            done.stderr
+        )

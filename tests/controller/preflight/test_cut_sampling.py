@@ -1,4 +1,6 @@
-"""Sampling that leaves tokens out, and every reader of the engines' log-probs: ratios are 1 at equal weights."""
+"""Sampling that leaves tokens out, and every reader of the engines' log-probs: ratios are 1 at
+equal weights.
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -47,8 +49,12 @@ def log_probs_of(config: Config) -> str:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("reader", READERS)
-def test_ratios_to_engines_log_probs_are_1_at_equal_weights_or_refused(workspace: Path, cut: str, reader: str) -> None:
-    """vLLM has log-probs before temperature and cut, and after both: the first are the trainer's at temperature 1."""
+def test_ratios_to_engines_log_probs_are_1_at_equal_weights_or_refused(
+    workspace: Path, cut: str, reader: str
+) -> None:
+    """vLLM has log-probs before temperature and cut, and after both: the first are the trainer's at
+    temperature 1.
+    """
     changes = [f"rollout.sampling.{cut}={CUTS[cut]}", reader]
     config = load("config.yaml", changes)
     check(config)
@@ -86,7 +92,9 @@ def test_another_distribution_is_trained_with_importance_weights_alone(workspace
 
 
 def test_responses_of_validation_end_as_those_of_training(workspace: Path) -> None:
-    config = load("config.yaml", ["rollout.sampling.stop=['</a>', 'b c']", "rollout.sampling.stop_token_ids=[7]"])
+    config = load(
+        "config.yaml", ["rollout.sampling.stop=['</a>', 'b c']", "rollout.sampling.stop_token_ids=[7]"]
+    )
     check(config)
     assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", True)
     assert config.validation.sampling == config.rollout.sampling
@@ -112,7 +120,9 @@ def test_responses_of_validation_end_as_those_of_training(workspace: Path) -> No
     validation.sampling.logit_bias="{-1: 2}"
     """
 )
-def test_samplings_that_vllm_would_refuse_are_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+def test_samplings_that_vllm_would_refuse_are_refused(
+    workspace: Path, named: str, overrides: list[str]
+) -> None:
     assert refusal(*overrides).startswith(named)
 
 

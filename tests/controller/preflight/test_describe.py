@@ -111,7 +111,9 @@ def test_the_memory_of_a_gpu_is_estimated_where_the_formula_has_all_parts(
     lines = lines_after_fits(page_of("resources.device=cuda", "rollout.replicas=1", *overrides))
     estimate = [line for line in lines if line.startswith(FORMULA)]
     assert estimate[0].endswith(verdict) if verdict else not estimate
-    assert not estimate or ("takes at least" in estimate[0]) is ("model.gradient_checkpointing=auto" in overrides)
+    assert not estimate or ("takes at least" in estimate[0]) is (
+        "model.gradient_checkpointing=auto" in overrides
+    )
 
 
 def test_training_without_engines_has_no_cluster_to_describe_and_an_estimate(workspace: Path) -> None:
@@ -146,7 +148,12 @@ def test_the_dry_run_shows_the_reference_only_where_there_is_one(workspace: Path
 
 
 def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
-    gpus = ("resources.device=cuda", "policy.data_parallel=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
+    gpus = (
+        "resources.device=cuda",
+        "policy.data_parallel=4",
+        "rollout.replicas=2",
+        "rollout.tensor_parallel=2",
+    )
     shared = page_of(*gpus)
     assert "pool training: 4 x {CPU: 0.5, GPU: 1}, strategy PACK" in shared
     assert "reserved in all: 2.25 CPUs, 4 GPUs" in shared
@@ -156,7 +163,8 @@ def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens_per_micro_batch=100"]
+    "override",
+    ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens_per_micro_batch=100"],
 )
 def test_the_dry_run_notes_what_is_allowed_but_costs(config: Config, override: str) -> None:
     assert "== notes ==" not in describe(config)
@@ -181,7 +189,9 @@ def test_the_dry_run_says_what_every_automatic_setting_chose(workspace: Path) ->
 
 @pytest.mark.parametrize("schema", [Config, SftConfig, PreferencesConfig, RewardTrainingConfig])
 def test_every_setting_that_may_be_automatic_has_a_choice(schema: type[TrainingConfig]) -> None:
-    automatic = {each.key for each in settings(schema()) if "auto" in each.range.removeprefix("one of ").split(", ")}
+    automatic = {
+        each.key for each in settings(schema()) if "auto" in each.range.removeprefix("one of ").split(", ")
+    }
     assert automatic <= CHOICES.keys()
 
 
@@ -222,7 +232,9 @@ def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
     for pool in pools(config):
         for resource, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
             asked = sum(getattr(r, attribute) for r in requests if r.pool == pool.name)
-            assert [bundle.get(resource, 0.0) for bundle in pool.bundles] == pytest.approx([asked] * len(pool.bundles))
+            assert [bundle.get(resource, 0.0) for bundle in pool.bundles] == pytest.approx(
+                [asked] * len(pool.bundles)
+            )
     in_pools = sum(bundle["CPU"] for pool in pools(config) for bundle in pool.bundles)
     assert in_pools + rewards * config.resources.cpus_per_worker == pytest.approx(reserved(config, "CPU"))
 

@@ -1,4 +1,6 @@
-"""rollout.replicas=0: the engines that the GPUs of a placement hold; and a word about every GPU that stays idle."""
+"""rollout.replicas=0: the engines that the GPUs of a placement hold; and a word about every GPU that stays
+idle.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +41,9 @@ def see(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def page_of(workspace: Path, *overrides: str, cluster: str = "") -> tuple[int, list[str]]:
     """Engines, and lines of the dry run about idle GPUs."""
-    arguments = parse_arguments(["--config", "config.yaml", "--dry-run", *(["--cluster", cluster] if cluster else [])])
+    arguments = parse_arguments(
+        ["--config", "config.yaml", "--dry-run", *(["--cluster", cluster] if cluster else [])]
+    )
     config = load("config.yaml", overrides)
     if arguments.cluster:
         run_on(config, arguments.cluster)
@@ -101,7 +105,9 @@ def test_engines_apart_take_what_this_machine_has_left(workspace: Path, see: Cal
 
 
 @pytest.mark.parametrize("where", [(), ("resources.ray_address=head:6379",)])
-def test_where_their_gpus_are_not_known_engines_apart_need_a_number(workspace: Path, where: tuple[str, ...]) -> None:
+def test_where_their_gpus_are_not_known_engines_apart_need_a_number(
+    workspace: Path, where: tuple[str, ...]
+) -> None:
     """A cluster's nodes may still be on their way when a run starts."""
     assert refusal(*APART, *where).startswith("rollout.replicas=0: ")
     sampler = load_as(GenerateConfig, "config.yaml", [GPUS, *where]).narrowed(workspace / "out")
@@ -114,7 +120,9 @@ def test_a_replay_has_no_engines(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["fit", "sft"])
-def test_idle_gpus_are_a_warning_at_the_start(workspace: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_idle_gpus_are_a_warning_at_the_start(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     """Of those that other jobs on the cluster leave free."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0, "GPU": 3.0})

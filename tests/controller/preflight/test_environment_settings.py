@@ -1,4 +1,6 @@
-"""rollout.environment: what is refused before anything starts, and the example of docs/environments.md, played."""
+"""rollout.environment: what is refused before anything starts, and the example of docs/environments.md,
+played.
+"""
 
 import asyncio
 import re
@@ -25,7 +27,9 @@ ENVIRONMENT = ["rollout.environment=guess.py:Guess", "rollout.max_turns=2", 'rew
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """config.yaml of a workspace with the page's example as guess.py."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1))
+    (tmp_path / "guess.py").write_text(
+        re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
+    )
     return write_workspace(tmp_path)
 
 
@@ -56,7 +60,9 @@ def test_the_pages_example_plays(file: Path) -> None:
 
 
 def test_the_pages_settings_are_settings(file: Path) -> None:
-    (file.parent / "page.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1))
+    (file.parent / "page.yaml").write_text(
+        re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
+    )
     assert load(file.parent / "page.yaml", ["model.path=model"]).longest_response == 256
 
 
@@ -84,7 +90,11 @@ def test_impossible_limits_are_refused(file: Path, named: str, overrides: list[s
         check(load(file, [*ENVIRONMENT, *overrides]))
 
 
-ONE_ROW = ["algorithm.advantage=gae", "algorithm.loss.name=gspo", "algorithm.loss.rollout_correction.weights=sequence"]
+ONE_ROW = [
+    "algorithm.advantage=gae",
+    "algorithm.loss.name=gspo",
+    "algorithm.loss.rollout_correction.weights=sequence",
+]
 
 
 @pytest.mark.parametrize("needs", ONE_ROW)

@@ -1,4 +1,6 @@
-"""The memory of a described cluster's GPUs: the real engine on tensors without numbers, and what is made of it."""
+"""The memory of a described cluster's GPUs: the real engine on tensors without numbers, and what is made of
+it.
+"""
 
 import json
 from contextlib import nullcontext
@@ -29,7 +31,9 @@ from tests.examples.test_launch import LAUNCH
 from tests.refusals import refused
 from workers.model.memory.memory_trace import full_micro_batches
 
-CONFIGURATIONS = [f"launch/{path.name}" for path in sorted(LAUNCH.glob("*.yaml")) if "\npolicy:" in path.read_text()]
+CONFIGURATIONS = [
+    f"launch/{path.name}" for path in sorted(LAUNCH.glob("*.yaml")) if "\npolicy:" in path.read_text()
+]
 CONFIGURATIONS += ["gsm8k/config.yaml"]
 SMALL = (
     "resources.device=cuda",
@@ -67,7 +71,10 @@ def refuse(named: str, config: Config, cluster: Cluster = EIGHT, **roles: dict[s
 
 
 def test_a_pass_has_what_the_other_roles_keep_and_generation_all_of_it() -> None:
-    memory, config = Memory({"policy": POLICY, "critic": of_role(states=3, update=10, values=5)}), eight_gpus()
+    memory, config = (
+        Memory({"policy": POLICY, "critic": of_role(states=3, update=10, values=5)}),
+        eight_gpus(),
+    )
     assert memory.passes == {
         "policy.update": {"policy": 12, "critic": 3, "the pass": 20},
         "policy.log_probs": {"policy": 12, "critic": 3, "the pass": 8},
@@ -100,7 +107,11 @@ def test_what_does_not_fit_says_what_to_change() -> None:
     refuse("lower policy.max_tokens_per_micro_batch", eight_gpus(), tight)
     refuse("model.gradient_checkpointing=auto", eight_gpus("model.gradient_checkpointing=none"), tight)
     refuse("policy.cpu_offload=optimizer", eight_gpus(), policy=of_role(states=60, update=75))
-    refuse("policy.cpu_offload=all", eight_gpus("policy.cpu_offload=optimizer"), policy=of_role(states=60, update=75))
+    refuse(
+        "policy.cpu_offload=all",
+        eight_gpus("policy.cpu_offload=optimizer"),
+        policy=of_role(states=60, update=75),
+    )
     scorer = {"reward_model": of_role(states=65, scores=70)}
     refuse("reward.model.cpu_offload=true", eight_gpus(), **scorer)
     taught = eight_gpus("algorithm.loss.distillation.coefficient=1", "teacher.paths={math: a, code: a}")
@@ -149,7 +160,9 @@ def test_auto_recomputes_as_little_as_fits(
 def test_the_page_of_a_cluster_says_whether_the_run_fits(
     gpu_gib: float, fits: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("controller.preflight.describe_cluster.measure", lambda config: Memory({"policy": POLICY}))
+    monkeypatch.setattr(
+        "controller.preflight.describe_cluster.measure", lambda config: Memory({"policy": POLICY})
+    )
     with nullcontext() if fits.startswith("yes") else refused("training needs about"):
         print_cluster(eight_gpus(), replace(EIGHT, gpu_gib=gpu_gib))
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"fits: {fits}")
@@ -160,7 +173,9 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
     billion = 10**9 / GIB
     read = {"model as it is read": pytest.approx(32 * billion)}
     assert host_memory(eight_gpus(), memory, ranks=8) == read | {"sleeping engines": 8.0}
-    assert host_memory(eight_gpus("rollout.enforce_eager=true"), memory, ranks=8) == read | {"sleeping engines": 2.0}
+    assert host_memory(eight_gpus("rollout.enforce_eager=true"), memory, ranks=8) == read | {
+        "sleeping engines": 2.0
+    }
     assert host_memory(eight_gpus("rollout.placement=apart"), memory, ranks=8) == read
     offload = ("policy.cpu_offload=all", "reference.cpu_offload=true", "run.checkpoint_every=10")
     config = eight_gpus(*offload, "policy.parallel.replicate=2", "model.activation_offload=true")
@@ -174,7 +189,9 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
             "activations": 4 * 2 * 4096 * 32 * config.policy.max_tokens_per_micro_batch / GIB,
         }
     )
-    assert host_memory(eight_gpus("policy.cpu_offload=optimizer"), memory, ranks=8)["policy"] == 8 * 8 * billion
+    assert (
+        host_memory(eight_gpus("policy.cpu_offload=optimizer"), memory, ranks=8)["policy"] == 8 * 8 * billion
+    )
 
 
 def small(*overrides: str) -> Config:
@@ -190,7 +207,9 @@ def gib_of(config: Config, name: str = "policy.update", layers: tuple[int, ...] 
 def test_a_dry_run_measures_every_role_once(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second cluster asks the cache. States are 4 bytes of weights a parameter, and 8 of AdamW if it is trained."""
+    """A second cluster asks the cache. States are 4 bytes of weights a parameter, and 8 of AdamW if it is
+    trained.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     write_model(workspace / "scorer", architectures=["Qwen2ForSequenceClassification"])
     roles = ["algorithm.advantage=gae", "reward.model.path=scorer", "resources.device=auto"]
@@ -235,7 +254,9 @@ def test_what_is_not_measured_says_why(
     assert memory_lines(eight_gpus(), memory, {}, EIGHT)[0] == "training was not measured: policy: no"
 
 
-def test_a_measuring_process_that_ends_is_no_refusal(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measuring_process_that_ends_is_no_refusal(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (workspace / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
     (workspace / "python").chmod(0o755)
     monkeypatch.setattr("controller.preflight.memory.sys.executable", str(workspace / "python"))
@@ -249,15 +270,21 @@ def test_no_two_sequences_that_are_measured_begin_alike() -> None:
     """What they share would be computed, and measured, once."""
     sequences, micro_batches = full_micro_batches(1024, 16, 32_000, 2, padded=False)
     assert [int(sequences.lengths[start:stop].sum()) for start, stop in micro_batches] == [1024, 1024]
-    beginnings = {tuple(row[:2].tolist()) for row in sequences.tokens["input_ids"].split(sequences.lengths.tolist())}
+    beginnings = {
+        tuple(row[:2].tolist()) for row in sequences.tokens["input_ids"].split(sequences.lengths.tolist())
+    }
     assert len(beginnings) == len(sequences) == 128
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGURATIONS)
-def test_the_page_on_placement_has_the_figures_of_the_examples(documentation_workspace: Path, path: str) -> None:
+def test_the_page_on_placement_has_the_figures_of_the_examples(
+    documentation_workspace: Path, path: str
+) -> None:
     page = (LAUNCH.parents[1] / "docs" / "placement.md").read_text()
-    (section,) = [part for part in page.partition("| file | pass |")[2].split("| `examples/") if part.startswith(path)]
+    (section,) = [
+        part for part in page.partition("| file | pass |")[2].split("| `examples/") if part.startswith(path)
+    ]
     memory = measure(load(Path("examples", path), ("resources.device=cuda",)))
     for name, parts in memory.passes.items():
         assert f"| {name.replace('_', ' ').replace('.', ' ')} | {sum(parts.values()):.1f} |" in section
@@ -279,7 +306,14 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
     [
         (("policy.parallel.replicate=2",), 1.1),
         (("policy.parallel.tensor_parallel=2", "policy.data_parallel=4"), 0.3),
-        (("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "policy.data_parallel=4"), 0.3),
+        (
+            (
+                "policy.parallel.pipeline_parallel=2",
+                "policy.parallel.virtual_stages=2",
+                "policy.data_parallel=4",
+            ),
+            0.3,
+        ),
         (("policy.parallel.context_parallel=4", "policy.parallel.context_parallel_method=ring"), 0.3),
         (("policy.reshard_after_forward=false",), 1.01),
         (("model.gradient_checkpointing=none",), 1.5),
@@ -289,7 +323,9 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
     ],
     ids=lambda given: given[0].partition("=")[0] if isinstance(given, tuple) else "",
 )
-def test_every_layout_is_measured(documentation_workspace: Path, overrides: tuple[str, ...], at_least: float) -> None:
+def test_every_layout_is_measured(
+    documentation_workspace: Path, overrides: tuple[str, ...], at_least: float
+) -> None:
     """at_least: times what the plain layout takes."""
     plain = gib_of(small("policy.data_parallel=8"))
     assert gib_of(small("policy.data_parallel=8", *overrides)) > at_least * plain
@@ -297,16 +333,23 @@ def test_every_layout_is_measured(documentation_workspace: Path, overrides: tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", ["model.lora.rank=16", "policy.cpu_offload=optimizer", "policy.cpu_offload=all"])
+@pytest.mark.parametrize(
+    "overrides", ["model.lora.rank=16", "policy.cpu_offload=optimizer", "policy.cpu_offload=all"]
+)
 def test_less_is_kept_on_a_gpu(documentation_workspace: Path, overrides: str) -> None:
-    memory, plain = measure(small("policy.data_parallel=4", overrides)), measure(small("policy.data_parallel=4"))
+    memory, plain = (
+        measure(small("policy.data_parallel=4", overrides)),
+        measure(small("policy.data_parallel=4")),
+    )
     assert memory.kept.get("policy", 0.0) < 0.4 * plain.kept["policy"]
     assert sum(memory.passes["policy.update"].values()) < sum(plain.passes["policy.update"].values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fewest", "most"), [("sgd", 7.9, 8.1), ("muon", 8.5, 9.5)])
-def test_an_optimizer_keeps_its_own_state(documentation_workspace: Path, name: str, fewest: float, most: float) -> None:
+def test_an_optimizer_keeps_its_own_state(
+    documentation_workspace: Path, name: str, fewest: float, most: float
+) -> None:
     """Bytes a parameter with the weights. Muon keeps AdamW's for the embedding, a quarter of this model."""
     policy = measure(small("policy.data_parallel=4", f"policy.optimizer.name={name}")).roles["policy"]
     assert fewest < 4 * policy["stages"][0]["states"] / policy["sizes"]["trained"] < most
@@ -317,14 +360,18 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json of a mixture of experts without weights."""
     folder = tmp_path_factory.mktemp("experts")
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 32_000}
-    config = Qwen3MoeConfig(num_experts=16, num_experts_per_tok=4, num_attention_heads=16, head_dim=64, **sizes)
+    config = Qwen3MoeConfig(
+        num_experts=16, num_experts_per_tok=4, num_attention_heads=16, head_dim=64, **sizes
+    )
     (folder / "config.json").write_text(config.to_json_string(use_diff=False))
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (1, 2), (2, 2), (2, 4), (4, 4)])
-def test_shared_experts_are_measured(documentation_workspace: Path, experts: Path, tensor: int, expert: int) -> None:
+def test_shared_experts_are_measured(
+    documentation_workspace: Path, experts: Path, tensor: int, expert: int
+) -> None:
     """States are divided by all ranks, whoever computes an expert."""
     shared = (f"policy.parallel.tensor_parallel={tensor}", f"policy.parallel.expert_parallel={expert}")
     memory = measure(small(*shared, f"policy.data_parallel={4 // tensor}", f"model.path={experts}"))
@@ -334,8 +381,12 @@ def test_shared_experts_are_measured(documentation_workspace: Path, experts: Pat
 
 
 @pytest.mark.slow
-def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(documentation_workspace: Path) -> None:
-    """The same sequences on one rank, or on two of which each holds half; parameters over eight ranks in both."""
+def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(
+    documentation_workspace: Path,
+) -> None:
+    """The same sequences on one rank, or on two of which each holds half; parameters over eight ranks in
+    both.
+    """
     whole, halves = (
         gib_of(
             small(
@@ -353,7 +404,8 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
 def test_degrees_by_micro_step_need_the_memory_of_the_largest(documentation_workspace: Path) -> None:
     shared = ("policy.parallel.context_parallel=2", "policy.data_parallel=4")
     fixed, chosen = (
-        gib_of(small(*shared, f"policy.parallel.context_parallel_degree={degree}")) for degree in ("fixed", "auto")
+        gib_of(small(*shared, f"policy.parallel.context_parallel_degree={degree}"))
+        for degree in ("fixed", "auto")
     )
     assert chosen == pytest.approx(fixed, rel=1e-3)
 

@@ -89,7 +89,9 @@ def test_a_reward_model_needs_a_pad_token_that_ends_no_response(
 def test_a_dry_run_says_what_would_run_and_starts_nothing(
     workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (workspace / "given.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
+    (workspace / "given.jsonl").write_text(
+        json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n"
+    )
     column = ["data.response_key=chosen"] if command == "sft" else []
     assert MAINS[command]([*DRY_RUN, "data.train=given.jsonl", *column]) == 0
     page = capsys.readouterr().out
@@ -103,7 +105,9 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
 
 
 @pytest.mark.parametrize("command", ["sft", "preferences", "reward_model"])
-def test_a_dry_run_looks_into_every_record(workspace: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_looks_into_every_record(
+    workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = [{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}, {"prompt": "1+1="}]
     (workspace / "given.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert MAINS[command]([*DRY_RUN, "data.train=given.jsonl"]) == 2
@@ -131,7 +135,12 @@ def test_a_dry_run_tries_the_chat_template_on_whole_conversations(
     workspace: Path, command: str, template: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workspace / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    record = {"prompt": [{"role": "user", "content": "1+1="}], "response": "2", "chosen": "2", "rejected": "3"}
+    record = {
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "response": "2",
+        "chosen": "2",
+        "rejected": "3",
+    }
     (workspace / "train.jsonl").write_text(json.dumps(record))
     (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
     assert MAINS[command](["--config", "mine.yaml", "--dry-run", "resources.device=cpu"]) == 2

@@ -45,7 +45,11 @@ FAULTS = {
     "keys": ("policy.learning_rte=1", "model.pth=x", "batch.prompts_per_step=many"),
     "ranges": ("run.steps=-1", "batch.mini_batches=0", "policy.optimizer.learning_rate=-1"),
     "run": ("run.name=a/b", "run.resume=gone", "run.push_to_hub=a/b/c"),
-    "models": ("model.path=gone", "reference.path=lost algorithm.loss.kl_coefficient=0.1", "model.chat_template=none"),
+    "models": (
+        "model.path=gone",
+        "reference.path=lost algorithm.loss.kl_coefficient=0.1",
+        "model.chat_template=none",
+    ),
     "data": ("data.train=gone.jsonl", "data.validation=lost.jsonl", "data.curriculum=none.py:order"),
     "functions": ("run.metrics=none.py:f", "reward.shaping=gone.py:f", "algorithm.group_filter=lost.py:f"),
     "sampling": ("rollout.sampling.bad_words=['']", "validation.sampling.min_new_tokens=500"),
@@ -85,7 +89,9 @@ FAULTS = {
 def test_each_independent_fault_of_a_check_has_its_line(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("controller.preflight.tracker_checks._is_installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(
+        "controller.preflight.tracker_checks._is_installed", lambda package: package == "tensorboard"
+    )
     lines = refusals([override for fault in faults for override in fault.split()])
     assert len(lines) == len(faults), lines
     for fault in faults:
@@ -94,7 +100,9 @@ def test_each_independent_fault_of_a_check_has_its_line(
 
 
 def test_each_reward_function_has_its_line_before_it_is_imported(workspace: Path) -> None:
-    functions = "reward.functions={'trl.py:first': 1, 'trl.py:second': 1, 'none.py:third': 1, 'wrong.py:reward': 1}"
+    functions = (
+        "reward.functions={'trl.py:first': 1, 'trl.py:second': 1, 'none.py:third': 1, 'wrong.py:reward': 1}"
+    )
     lines = refusals([functions, "reward.function=''"])
     assert len(lines) == 3, lines
     for function in ("trl.py:first", "trl.py:second", "none.py:third"):
@@ -102,7 +110,12 @@ def test_each_reward_function_has_its_line_before_it_is_imported(workspace: Path
 
 
 def test_faults_of_an_offline_run_come_together(workspace: Path) -> None:
-    wrong = ["data.train=gone.jsonl", "model.path=gone", "policy.data_parallel=99", "policy.optimizer.warmup_steps=99"]
+    wrong = [
+        "data.train=gone.jsonl",
+        "model.path=gone",
+        "policy.data_parallel=99",
+        "policy.optimizer.warmup_steps=99",
+    ]
     with pytest.raises(CombinedConfigError) as caught:
         check_offline(read(SftConfig, [], [*wrong, "run.steps=5", "resources.device=cpu", "run.name=sft"]))
     assert len(caught.value.errors) == len(wrong), caught.value

@@ -71,7 +71,14 @@ def test_distributions_have_their_medians_and_limits() -> None:
     "text",
     [
         *("normal:3,4", "fixed", "lognormal:a,b", "fixed:", "fixed:3,4", "lognormal:3", "uniform:3"),
-        *("uniform:2000,100", "uniform:0,10", "fixed:0", f"fixed:1{'0' * 400}", "uniform:-3,4", "lognormal:nan,1"),
+        *(
+            "uniform:2000,100",
+            "uniform:0,10",
+            "fixed:0",
+            f"fixed:1{'0' * 400}",
+            "uniform:-3,4",
+            "lognormal:nan,1",
+        ),
     ],
 )
 def test_other_distributions_are_refused(text: str) -> None:
@@ -80,7 +87,9 @@ def test_other_distributions_are_refused(text: str) -> None:
 
 
 def test_lengths_of_a_run_are_its_sequences_less_its_mean_prompt(tmp_path: Path) -> None:
-    (tmp_path / "lengths.jsonl").write_text('{"step": 1, "lengths": [110, 130]}\n{"step": 2, "lengths": [150, 210]}\n')
+    (tmp_path / "lengths.jsonl").write_text(
+        '{"step": 1, "lengths": [110, 130]}\n{"step": 2, "lengths": [150, 210]}\n'
+    )
     rows = [{"step": step, "rollout/response_tokens_mean": 50.0} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert recorded_lengths(tmp_path) == ([10, 30, 50, 110], [100])
@@ -91,7 +100,9 @@ def test_lengths_of_a_run_are_its_sequences_less_its_mean_prompt(tmp_path: Path)
 
 @pytest.mark.parametrize("price", ["nan", "inf", "-3", "0", "1e400", "much"])
 def test_a_price_is_a_positive_number(price: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,cpus=2", f"--price={price}"]) == 2
+    assert (
+        main(["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,cpus=2", f"--price={price}"]) == 2
+    )
     assert "--price" in capsys.readouterr().err
 
 
@@ -102,8 +113,17 @@ def test_every_change_keeps_the_gpus() -> None:
     assert layout not in tried.values()
 
 
-def test_the_page_says_hours_cost_and_what_would_help(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", "config.yaml", "--dry-run", "resources.device=auto", "run.steps=1000", "--no-measure"]
+def test_the_page_says_hours_cost_and_what_would_help(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--config",
+        "config.yaml",
+        "--dry-run",
+        "resources.device=auto",
+        "run.steps=1000",
+        "--no-measure",
+    ]
     timed = ["--cluster", "nodes=1,gpus=2,gpu=H100", "--price", "2.5", "--response-tokens", "fixed:8"]
     assert main([*arguments, *timed]) == 0
     page = capsys.readouterr().out.partition("== time, predicted ==\n")[2]

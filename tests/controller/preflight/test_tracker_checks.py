@@ -71,7 +71,8 @@ def test_wandb_with_a_key_a_login_or_without_a_server_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("WANDB_API_KEY", "short"), ("WANDB_MODE", "onlin"), ("WANDB_BASE_URL", "nowhere")]
+    ("variable", "value"),
+    [("WANDB_API_KEY", "short"), ("WANDB_MODE", "onlin"), ("WANDB_BASE_URL", "nowhere")],
 )
 def test_what_wandb_cannot_read_is_refused_in_one_line(
     variable: str, value: str, wandb_without_a_key: pytest.MonkeyPatch
@@ -105,7 +106,12 @@ def test_an_address_that_mlflow_cannot_read_is_refused(address: str, monkeypatch
 
 @pytest.mark.parametrize(
     "address",
-    ["http://127.0.0.1:5000", "https://user:word@mlflow.example.org/path", "databricks", "databricks://profile"],
+    [
+        "http://127.0.0.1:5000",
+        "https://user:word@mlflow.example.org/path",
+        "databricks",
+        "databricks://profile",
+    ],
 )
 def test_an_address_that_mlflow_can_read_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)

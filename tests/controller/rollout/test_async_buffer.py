@@ -1,4 +1,6 @@
-"""Groups that are generated ahead: the real buffer and schedule over engines and rewards that answer at once."""
+"""Groups that are generated ahead: the real buffer and schedule over engines and rewards that
+answer at once.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -118,7 +120,9 @@ def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> 
     found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
     assert uids(buffer_of(found).collect(1)) == ["1"]
-    assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
+    assert (
+        "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
+    )
 
 
 def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(local_run: Run) -> None:
@@ -154,7 +158,9 @@ def interrupted(run: LocalRun) -> AsyncRolloutBuffer:
     assert uids(buffer.collect(1)) == ["0", "1"]
     buffer.weights_updated()
     buffer.read()
-    part = Response(np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32))
+    part = Response(
+        np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32)
+    )
     run.engines.parts = {request.seed: part for request in buffer._generation.router.unfinished}
     return buffer
 
@@ -163,7 +169,9 @@ def resumed(run: LocalRun, old: AsyncRolloutBuffer, samples: str) -> AsyncRollou
     """The buffer of another run, from the old one's place."""
     inner = run.run
     progress = replace(inner.progress, position=old.position, active=old.active, samples=samples, step=1)
-    buffer = AsyncRolloutBuffer(run.config, inner.roles, inner.buffer.prompts, inner.planner, inner.record, progress)
+    buffer = AsyncRolloutBuffer(
+        run.config, inner.roles, inner.buffer.prompts, inner.planner, inner.record, progress
+    )
     buffer.begin()
     return buffer
 
@@ -174,8 +182,12 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     old = interrupted(local_run(*AHEAD))
     old.save(tmp_path / "samples.npz", old.active)
     stored = read_samples(tmp_path / "samples.npz")
-    assert [sample.result.key for sample in stored.finished] == [(uid, i) for uid in ("3", "4", "5") for i in (0, 1)]
-    assert [row["input_ids"].tolist() for sample in stored.finished for row in sample.rows] == [list(range(8))] * 6
+    assert [sample.result.key for sample in stored.finished] == [
+        (uid, i) for uid in ("3", "4", "5") for i in (0, 1)
+    ]
+    assert [row["input_ids"].tolist() for sample in stored.finished for row in sample.rows] == [
+        list(range(8))
+    ] * 6
     assert all(sample.score is not None for sample in stored.finished)
 
     run = local_run(*AHEAD)

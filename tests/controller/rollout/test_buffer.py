@@ -74,11 +74,13 @@ def test_steps_leave_long_texts_where_they_are_unless_all_are_read(
     assert found.rewards.texts == [reads]
 
 
-def test_validation_functions_of_responses_and_callbacks_that_see_samples_read_all_texts(local_run: Run) -> None:
+def test_validation_functions_of_responses_and_callbacks_that_see_samples_read_all_texts(
+    local_run: Run,
+) -> None:
     found = local_run("run.steps=1")
     buffer = found.run.buffer
     buffer.roll_out(buffer.next_prompts(2), 1, found.config.rollout.sampling, VALIDATION_STEP)
-    buffer.functions = {"run.metrics": SampleFunction(None, ("response",), FORMS["run.metrics"])}  # type: ignore[arg-type]
+    buffer.functions = {("run.metrics"): SampleFunction(None, ("response",), FORMS["run.metrics"])}  # type: ignore[arg-type]
     collected(found)
     assert found.rewards.texts == [True, True]
     seen = local_run("run.steps=1", "data.validation=''")
@@ -98,7 +100,9 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, 
     assert len(result.batch) == 4  # metrics are of all samples
 
 
-@pytest.mark.parametrize(("rounds", "asked", "kept"), [(4, ["01", "2", "3"], ["1", "3"]), (2, ["01", "2"], ["1"])])
+@pytest.mark.parametrize(
+    ("rounds", "asked", "kept"), [(4, ["01", "2", "3"], ["1", "3"]), (2, ["01", "2"], ["1"])]
+)
 def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_for_the_rounds_allowed(
     local_run: Run, rounds: int, asked: list[str], kept: list[str]
 ) -> None:
@@ -150,7 +154,9 @@ def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(local_
 
 def test_several_reward_models_are_normalised_by_their_scores_so_far(local_run: Run) -> None:
     weights = "reward.model.weights={second: 2}"
-    found = local_run("reward.model.paths={first: judge, second: judge}", weights, "reward.model.normalize=running")
+    found = local_run(
+        "reward.model.paths={first: judge, second: judge}", weights, "reward.model.normalize=running"
+    )
     rewards = [collected(found, step, position=0).trained["reward"] - [0, 1, 0, 1] for step in (1, 2)]
     scores, more = np.arange(4.0), np.array([3.0, 5, 5, 5])
     assert rewards[0] == pytest.approx(3 * (scores - scores.mean()) / scores.std())
@@ -161,7 +167,9 @@ def test_several_reward_models_are_normalised_by_their_scores_so_far(local_run: 
     assert third == pytest.approx(3 * (more - every.mean()) / every.std())
     found.run.buffer.score_scales = ScoreScales(kept)  # as from the checkpoint of step 2
     assert collected(found, 3).trained["reward"] - [0, 1, 0, 1] == pytest.approx(third)
-    assert collected(found, 3).metrics()["reward/model_second"] == pytest.approx(more.mean()), "as the model gave it"
+    assert collected(found, 3).metrics()["reward/model_second"] == pytest.approx(more.mean()), (
+        "as the model gave it"
+    )
     found.reward_model.scores = np.array([0, np.nan, 0, 0])
     with refused("reward.model.paths.first=judge", RolloutError):
         collected(found, 4)
@@ -174,7 +182,10 @@ def test_a_sample_whose_reward_failed_counts_zero_or_is_dropped_and_is_said(
     found = local_run(f"reward.on_failure={rule}")
     found.rewards.reward = lambda uid, sample, greedy: None if (uid, sample) == ("1", 1) else float(sample)
     assert collected(found).trained["reward"].tolist() == rewards
-    assert f"rewards failed (reward.on_failure={rule}): 1, the first: prompt 1, sample 1: no reward" in found.said
+    assert (
+        f"rewards failed (reward.on_failure={rule}): 1, the first: prompt 1, sample 1: no reward"
+        in found.said
+    )
 
 
 @pytest.mark.parametrize("settings", [[], ["rollout.max_staleness=1"], ["algorithm.advantage=remax"]])
@@ -196,7 +207,10 @@ def test_dropped_and_retried_samples_have_one_line_a_step_with_count_place_and_c
     assert counts == {"samples dropped (rollout.max_retries=2)": lost, "samples retried": 2 * lost}
     for kind, row in rows.items():
         assert row["first"] == "prompt 1, sample 0: no such token"
-        assert found.said.count(f"step 1: {kind}: {row['count']}, the first: prompt 1, sample 0: no such token") == 1
+        assert (
+            found.said.count(f"step 1: {kind}: {row['count']}, the first: prompt 1, sample 0: no such token")
+            == 1
+        )
     assert failure_lines(RunFolder(found.config.run_folder))[0].endswith("prompt 1, sample 0: no such token")
 
 

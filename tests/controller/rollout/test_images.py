@@ -82,7 +82,9 @@ def test_a_content_is_stored_once_and_gathered(rollout: RolloutBatch) -> None:
 
 
 def test_batches_without_images_join_those_with(rollout: RolloutBatch) -> None:
-    plain = RemoteBatch({name: c for name, c in rollout.rows.columns.items() if name != IMAGES}, rollout.rows.tokens)
+    plain = RemoteBatch(
+        {name: c for name, c in rollout.rows.columns.items() if name != IMAGES}, rollout.rows.tokens
+    )
     joined = RemoteBatch.concat([plain, rollout.rows])
     assert _digests(joined) == [[], [], *_digests(rollout.rows)]
 
@@ -95,7 +97,9 @@ def test_files_keep_images(rollout: RolloutBatch, tmp_path: Path) -> None:
         assert _digests(found) == _digests(rollout.rows)
         assert found["prefix_hashes"].tolist() == rollout.rows["prefix_hashes"].tolist()
         data = [each.image.data for images in found.gather().objects[IMAGES] for each in images]
-        assert data == [each.image.data for images in rollout.rows.gather().objects[IMAGES] for each in images]
+        assert data == [
+            each.image.data for images in rollout.rows.gather().objects[IMAGES] for each in images
+        ]
     result = SampleResult("1", 0, 5, 3, "stop", 0, row=0, images=rollout.batch[IMAGES][0])
     write_samples(tmp_path / "samples.npz", StoredSamples([FinishedSample(result, [ROW], None)]))
     (sample,) = read_samples(tmp_path / "samples.npz").finished

@@ -1,4 +1,6 @@
-"""Replay of good samples from a configuration: what a step trains on, with which numbers, and how a run goes on."""
+"""Replay of good samples from a configuration: what a step trains on, with which numbers, and how a run goes
+on.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,11 @@ from workers.batch.score import Score
 from workers.errors import ConfigError, DataError
 
 REPLAY = ("batch.replay.share=0.5", "batch.replay.keep=2")
-LEVELS = ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:loss", "algorithm.loss.columns=level")
+LEVELS = (
+    "algorithm.loss.name=custom",
+    "algorithm.loss.function=losses.py:loss",
+    "algorithm.loss.columns=level",
+)
 COMPUTED = ("run.steps=4", "run.checkpoint_every=1", "policy.optimizer.learning_rate=1e-2", *REPLAY)
 
 
@@ -33,7 +39,9 @@ def test_a_step_trains_again_on_good_samples_of_the_last_versions(
     local_run: Callable[..., LocalRun], more: tuple[str, ...]
 ) -> None:
     found = local_run("run.steps=6", *REPLAY, *more)
-    found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3 > 0))  # every third teaches nothing
+    found.rewards.reward = lambda uid, sample, greedy: float(
+        sample * (int(uid) % 3 > 0)
+    )  # every third teaches nothing
     outcome = found.fit()
     first: dict[tuple[str, int], tuple[float, str]] = {}
     batches = {batch.meta["step"]: batch for batch, _ in found.policy.updates}
@@ -61,7 +69,9 @@ def test_a_step_trains_again_on_good_samples_of_the_last_versions(
     assert replayed > 6
 
 
-def test_a_step_whose_new_samples_teach_nothing_trains_on_replayed_ones(local_run: Callable[..., LocalRun]) -> None:
+def test_a_step_whose_new_samples_teach_nothing_trains_on_replayed_ones(
+    local_run: Callable[..., LocalRun],
+) -> None:
     found = local_run("run.steps=2", *REPLAY, "algorithm.zero_variance_groups=drop")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
     found.fit()
@@ -71,7 +81,9 @@ def test_a_step_whose_new_samples_teach_nothing_trains_on_replayed_ones(local_ru
 
 def test_an_agents_rewards_of_single_responses_are_refused(local_run: Callable[..., LocalRun]) -> None:
     found = local_run("run.steps=1", *REPLAY)
-    found.policy.turn_advantages = lambda *given: found.policy._pass("turn_advantages", *given, "advantages")  # type: ignore[attr-defined]
+    found.policy.turn_advantages = lambda *given: found.policy._pass(
+        ("turn_advantages"), *given, "advantages"
+    )  # type: ignore[attr-defined]
     found.rewards.reward = lambda uid, sample, greedy: Score(
         float(sample), "", session=tuple(FORKED), credit=((TOKENS, 1.0, 0),)
     )
@@ -92,7 +104,12 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     monkeypatch.chdir(folder)
     stand_ins = StandIns(monkeypatch)
     stand_ins.compute("float64")
-    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
+    settings = [
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "data.validation=''",
+        "rollout.placement=colocated",
+    ]
     return lambda *overrides: stand_ins.run([*settings, *COMPUTED, *overrides])
 
 
@@ -111,7 +128,9 @@ def test_the_loss_takes_replayed_samples_ratios_to_their_samplers(
         mask = row["loss_mask"]
         ratio = (log_probs.detach()[mask[-len(log_probs) :]] - row["rollout_log_probs"][mask]).exp()
         losses.append(-torch.minimum(ratio * advantages[index], ratio.clamp(0.8, 1.2) * advantages[index]))
-    assert finished.outcome.steps[1]["policy/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-6)
+    assert finished.outcome.steps[1]["policy/loss"] == pytest.approx(
+        torch.cat(losses).mean().item(), rel=1e-6
+    )
 
 
 def test_a_killed_run_draws_and_learns_as_if_never_stopped(
@@ -141,7 +160,9 @@ def test_a_killed_run_draws_and_learns_as_if_never_stopped(
         ),
     ],
 )
-def test_what_cannot_be_corrected_is_refused(workspace: Path, setting: str, overrides: tuple[str, ...]) -> None:
+def test_what_cannot_be_corrected_is_refused(
+    workspace: Path, setting: str, overrides: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         check(load("config.yaml", overrides))
     assert str(refused.value).startswith(setting)

@@ -68,7 +68,9 @@ def samples(**added: np.ndarray) -> RolloutBatch:
     columns["branches"] = object_column([branches_of(found, 2) for found in ROWS])
     scores = [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")]
     block = Block(rows.lengths, rows.tokens)
-    batch = RemoteBatch(columns, {name: places(name, [block] * 2, [0, 3]) for name in ("input_ids", "loss_mask")})
+    batch = RemoteBatch(
+        columns, {name: places(name, [block] * 2, [0, 3]) for name in ("input_ids", "loss_mask")}
+    )
     rollout = RolloutBatch(batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0)
     return replace(rollout, trained=rollout.rows.select([2, 0, 1]).with_columns(**added))
 
@@ -83,7 +85,11 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert found.by_sample == before.by_sample
     assert list(found.by_sample) == list(before.by_sample)
     assert found.trained["length"].tolist() == [1, 4, 5]
-    assert found.trained["prompt_tokens"].tolist() == [0, 2, 1]  # as far as a row begins with the sample's prompt
+    assert found.trained["prompt_tokens"].tolist() == [
+        0,
+        2,
+        1,
+    ]  # as far as a row begins with the sample's prompt
     assert [row for _, _, row in found.trained.tokens["loss_mask"]] == [3, 1, 2]
     block, written = (rollout.samples.tokens["input_ids"][0][0] for rollout in (found, before))
     pairs = [(found.samples.columns, before.samples.columns), (found.trained.columns, before.trained.columns)]
@@ -97,20 +103,28 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 def test_untrained_samples_of_a_checkpoint_keep_their_branches(tmp_path: Path) -> None:
     hashes = prefix_hashes(ROWS[0][0]["input_ids"], 2)
     facts = {"prefix_hashes": hashes, "branches": branches_of(ROWS[0], 2)}
-    results = [SampleResult("a", 0, 2, 3, "stop", 0, row=0, **facts), SampleResult("b", 1, 0, 1, "stop", 0, row=3)]
+    results = [
+        SampleResult("a", 0, 2, 3, "stop", 0, row=0, **facts),
+        SampleResult("b", 1, 0, 1, "stop", 0, row=3),
+    ]
     before = [FinishedSample(result, rows, None) for result, rows in zip(results, ROWS, strict=True)]
     write_samples(
-        tmp_path / "step-1.npz", StoredSamples([*before, FinishedSample(replace(results[0], row=-1), [], None)])
+        tmp_path / "step-1.npz",
+        StoredSamples([*before, FinishedSample(replace(results[0], row=-1), [], None)]),
     )
     *found, dropped = read_samples(tmp_path / "step-1.npz").finished
     assert [sample.result for sample in found] == results
     assert dropped.rows == []
     for sample, rows in zip(found, ROWS, strict=True):
-        assert [row["input_ids"].tolist() for row in sample.rows] == [row["input_ids"].tolist() for row in rows]
+        assert [row["input_ids"].tolist() for row in sample.rows] == [
+            row["input_ids"].tolist() for row in rows
+        ]
 
 
 def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: Path) -> None:
-    """What the stored session answers to the same prompts, and so trains, is what the first one would have."""
+    """What the stored session answers to the same prompts, and so trains, is what the first one
+    would have.
+    """
 
     def sampled(*ids: int) -> Response:
         found = np.array(ids, np.int32)
@@ -126,7 +140,10 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
             asked, said = session.find(chat), {"role": "assistant", "content": name}
             node = session.add(asked, prompt, sampled(*ids), number=number, said=said, text=name, name=name)
         node.received = True
-        chat, prompt = [*chat, said, {"role": "user", "content": "?"}], np.append(session.ids(node), np.int32(9))
+        chat, prompt = (
+            [*chat, said, {"role": "user", "content": "?"}],
+            np.append(session.ids(node), np.int32(9)),
+        )
     session.reward(0.5, "a")
     before = {7: session.snapshot(), 2**62: sampled(1, 2), 8: Session("t", max_turns=1).snapshot()}
     write_samples(tmp_path / "step-1.npz", StoredSamples([], before))

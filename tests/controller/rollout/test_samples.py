@@ -98,7 +98,10 @@ def test_samples_meet_the_greedy_response_to_their_prompt() -> None:
     assert compared.batch["uid"].tolist() == ["a", "a"]
     assert compared.batch["greedy_reward"].tolist() == [0.75, 0.75]
     assert list(compared.by_sample) == [("a", 0), ("a", 1)]
-    assert (compared.dropped, compared.retried) == (2, 3)  # the one that failed, and the one without a baseline
+    assert (compared.dropped, compared.retried) == (
+        2,
+        3,
+    )  # the one that failed, and the one without a baseline
     assert compared.metrics()["reward/greedy"] == compared.metrics()["reward/mean"] == 0.75
     with pytest.raises(RolloutError):
         assembled().with_baseline(alone(result("c", 0, 0), Score(1.0, "greedy")))
@@ -127,4 +130,10 @@ def test_texts_of_long_responses_are_read_for_the_examples_alone() -> None:
     rollout = assemble(found, scores).with_texts(1, read)
     assert asked == [("x", 0, 3), ("x", 4, 3)]  # the first and the longest
     assert [row["response"] for row in rollout.examples(1, lambda uid: {})] == ["read x 0", "read x 4"]
-    assert [score.response for score in rollout.by_sample.values()] == ["read x 0", "short", "", "", "read x 4"]
+    assert [score.response for score in rollout.by_sample.values()] == [
+        "read x 0",
+        "short",
+        "",
+        "",
+        "read x 4",
+    ]

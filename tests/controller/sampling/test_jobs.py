@@ -1,4 +1,6 @@
-"""A configuration of a training is taken as it is; what a job would sample is known, and checked, before it starts."""
+"""A configuration of a training is taken as it is; what a job would sample is known, and checked, before it
+starts.
+"""
 
 import shutil
 from pathlib import Path
@@ -23,7 +25,9 @@ def narrowed(schema: type[SamplerConfig], *overrides: str, model: str = "") -> S
 def test_an_evaluation_samples_as_a_validation_and_a_generation_as_training(workspace: Path) -> None:
     overrides = ["validation.samples=3", "validation.prompts=7", "validation.sampling.temperature=0.5"]
     of_file = [*overrides, "rollout.sampling.top_p=0.9"]
-    (workspace / "config.yaml").write_text((workspace / "config.yaml").read_text() + "validation: {samples: 2}\n")
+    (workspace / "config.yaml").write_text(
+        (workspace / "config.yaml").read_text() + "validation: {samples: 2}\n"
+    )
     found = narrowed(EvaluateConfig, *overrides)
     assert (found.data.weights, found.rollout.samples_per_prompt) == ({"validation.jsonl": 1.0}, 3)
     assert (found.rollout.sampling.temperature, found.rollout.sampling.max_new_tokens) == (0.5, 64)
@@ -62,7 +66,17 @@ def test_every_setting_is_read_or_refused(workspace: Path) -> None:
         assert all(any(key.startswith(prefix) for key in keys) for prefix in ignored)
         left = {key.partition(".")[0] for key in keys if not key.startswith(ignored)}
         assert {"model", "data", "rollout", "reward", "resources", "run"} <= left
-        assert left <= {"model", "data", "rollout", "reward", "resources", "run", "policy", "balance", "validation"}
+        assert left <= {
+            "model",
+            "data",
+            "rollout",
+            "reward",
+            "resources",
+            "run",
+            "policy",
+            "balance",
+            "validation",
+        }
 
 
 def test_what_is_reserved_are_engines_and_rewards_alone(workspace: Path) -> None:
@@ -79,7 +93,9 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workspace / "train.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 5)
-    assert generate.main(["--config", "config.yaml", "--output", "samples", "--prompts", "3", "--dry-run"]) == 0
+    assert (
+        generate.main(["--config", "config.yaml", "--output", "samples", "--prompts", "3", "--dry-run"]) == 0
+    )
     said = capsys.readouterr().out
     assert "data: train.jsonl, 3 prompts\nsamples: 24, 8 of each prompt; temperature 1," in said
     assert "rewards: reward.py:reward\nengines: 1, on CPUs\noutput: samples\n" in said
@@ -91,8 +107,14 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "config.yaml", "data.validation=''"], "data.validation is not set. Name the data to evaluate on"),
-        (["--config", "config.yaml", "validation.sampling.temperature=0", "validation.samples=2"], "are equal"),
+        (
+            ["--config", "config.yaml", "data.validation=''"],
+            "data.validation is not set. Name the data to evaluate on",
+        ),
+        (
+            ["--config", "config.yaml", "validation.sampling.temperature=0", "validation.samples=2"],
+            "are equal",
+        ),
         (
             ["--config", "config.yaml", "validation.sampling.max_new_tokens=999"],
             "validation.sampling.max_new_tokens or",
@@ -137,7 +159,10 @@ def write_run(folder: Path, *steps: int) -> Path:
 def test_a_run_is_its_model_or_its_last_checkpoint(workspace: Path) -> None:
     run = write_run(workspace, 2, 10)
     found = choose_model(str(run))
-    assert (found.path, found.checkpoint) == (str(run / "model-10"), run / "checkpoints" / "policy" / "step-10")
+    assert (found.path, found.checkpoint) == (
+        str(run / "model-10"),
+        run / "checkpoints" / "policy" / "step-10",
+    )
     write_model(run / "model")
     found = choose_model(str(run))
     assert (found.path, found.run, found.checkpoint) == (str(run / "model"), run, None)
@@ -153,7 +178,10 @@ def test_a_model_of_a_run_is_evaluated_with_the_runs_settings_into_its_folder(wo
     run = write_run(workspace)
     write_model(run / "model-best")
     config, _ = job_settings(EvaluateConfig, JobRequest(model=str(run / "model-best"), trust_run=True))
-    assert (config.model.path, config.run_folder) == (str(run / "model-best"), run / "evaluate" / "model-best")
+    assert (config.model.path, config.run_folder) == (
+        str(run / "model-best"),
+        run / "evaluate" / "model-best",
+    )
     request = JobRequest(model=str(run / "model-best"), output=Path("elsewhere"), reward=lambda **_: 1.0)
     config, _ = job_settings(EvaluateConfig, request)
     assert config.run_folder == Path("elsewhere")

@@ -40,8 +40,12 @@ def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 def test_engines_alone_sample_every_prompt_and_never_sleep(stand_ins: StandIns, tmp_path: Path) -> None:
     lines = generate(tmp_path, "reward.function=reward.py:reward")
-    assert {(line["uid"], line["sample"]) for line in lines} == {(str(uid), i) for uid in range(8) for i in range(2)}
-    assert all(len(line["log_probs"]) == len(line["response_ids"]) == line["response_tokens"] for line in lines)
+    assert {(line["uid"], line["sample"]) for line in lines} == {
+        (str(uid), i) for uid in range(8) for i in range(2)
+    }
+    assert all(
+        len(line["log_probs"]) == len(line["response_ids"]) == line["response_tokens"] for line in lines
+    )
     assert all("reward" in line for line in lines)
     assert set(stand_ins.world.ray.actors) == {"rollout 0", "rollout 1", "reward 0"}
     assert not {"sleep 2", "receive", "connect"} & set(stand_ins.world.ledger.of("rollout"))
@@ -53,7 +57,10 @@ def test_a_reward_model_scores_samples_beside_engines(stand_ins: StandIns, tmp_p
     )
     assert len(lines) == 16
     assert {line["parts"]["model"] for line in lines} != {0.0}
-    assert {line["reward"] - 2 * line["parts"]["model"] for line in lines} <= {0.0, 1.0}  # those of reward workers
+    assert {line["reward"] - 2 * line["parts"]["model"] for line in lines} <= {
+        0.0,
+        1.0,
+    }  # those of reward workers
     assert stand_ins.world.ledger.of("reward_model")[-2:] == ["scores", "free"]
 
 
@@ -84,11 +91,18 @@ def test_samples_that_are_retried_or_given_up_have_a_line_by_kind_with_count_pla
     for failures in (given_up, retried):
         assert re.fullmatch(r"prompt \d, sample \d, rollout replica \d: .*no memory.*", failures.first)
     (of_rewards,) = failures_of(job, Attempts(), [{"uid": "3", "sample": 1, "failure": "took 3 s"}] * 2)
-    assert str(of_rewards) == "rewards failed (reward.on_failure=zero): 2, the first: prompt 3, sample 1: took 3 s"
+    assert (
+        str(of_rewards)
+        == "rewards failed (reward.on_failure=zero): 2, the first: prompt 3, sample 1: took 3 s"
+    )
 
 
-def test_a_checkpoint_is_written_as_a_model_by_the_policys_ranks_alone(stand_ins: StandIns, tmp_path: Path) -> None:
-    run = stand_ins.run([f"run.dir={tmp_path}", "data.validation=''", "run.steps=1", "run.checkpoint_every=1"])
+def test_a_checkpoint_is_written_as_a_model_by_the_policys_ranks_alone(
+    stand_ins: StandIns, tmp_path: Path
+) -> None:
+    run = stand_ins.run(
+        [f"run.dir={tmp_path}", "data.validation=''", "run.steps=1", "run.checkpoint_every=1"]
+    )
     stand_ins.begin_anew()
     stand_ins.world.ray.actors.clear()
     model = choose_model(str(run.config.run_folder / "checkpoints" / "policy" / "step-1"))

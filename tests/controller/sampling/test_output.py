@@ -1,4 +1,6 @@
-"""A file of samples continues after a crash and never mixes two jobs, whose identity is what makes other samples."""
+"""A file of samples continues after a crash and never mixes two jobs, whose identity is what makes other
+samples.
+"""
 
 import json
 import subprocess
@@ -16,7 +18,15 @@ from controller.data.prompts import Prompt
 from controller.lifecycle.inputs import try_inputs
 from controller.packages import ROOT
 from controller.sampling.jobs import JobRequest, checked_settings
-from controller.sampling.output import JOB, SAMPLES, SamplesFile, as_line, job_identity, scored_response, token_columns
+from controller.sampling.output import (
+    JOB,
+    SAMPLES,
+    SamplesFile,
+    as_line,
+    job_identity,
+    scored_response,
+    token_columns,
+)
 from workers.batch.score import Score
 from workers.engine.requests import SampleResult
 from workers.errors import ConfigError, DataError
@@ -91,22 +101,38 @@ def test_a_broken_job_file_is_told(tmp_path: Path) -> None:
         SamplesFile(tmp_path, PLACE)
 
 
-PROMPT = Prompt("3", np.array([1, 2], np.int32), {"prompt": [{"role": "user", "content": "?"}], "answer": "4"}, "sums")
-RESULT = SampleResult("3", 1, prompt_tokens=2, response_tokens=2, finish_reason="stop", weight_version=0, row=0)
+PROMPT = Prompt(
+    "3", np.array([1, 2], np.int32), {"prompt": [{"role": "user", "content": "?"}], "answer": "4"}, "sums"
+)
+RESULT = SampleResult(
+    "3", 1, prompt_tokens=2, response_tokens=2, finish_reason="stop", weight_version=0, row=0
+)
 
 
 def test_a_line_has_what_was_asked_and_what_was_answered() -> None:
     score = Score(0.5, "four", {"exact": 1.0}, answer="4")
     found = as_line(RESULT, score, PROMPT, "prompt", rewarded=True)
-    assert (found["prompt"], found["record"], found["response"]) == (PROMPT.columns["prompt"], {"answer": "4"}, "four")
+    assert (found["prompt"], found["record"], found["response"]) == (
+        PROMPT.columns["prompt"],
+        {"answer": "4"},
+        "four",
+    )
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     again = scored_response(found)
-    assert (again.uid, again.source, again.scores, again.answer) == ("3", "sums", {"reward": 0.5, "exact": 1.0}, "4")
+    assert (again.uid, again.source, again.scores, again.answer) == (
+        "3",
+        "sums",
+        {"reward": 0.5, "exact": 1.0},
+        "4",
+    )
 
 
 def test_a_line_of_a_sample_that_nothing_scores_has_no_reward_and_a_failed_reward_says_why() -> None:
     assert "reward" not in as_line(RESULT, Score(0.0, "four"), PROMPT, "prompt", rewarded=False)
-    assert as_line(RESULT, Score(0.0, "x", failure="raised"), PROMPT, "prompt", rewarded=True)["failure"] == "raised"
+    assert (
+        as_line(RESULT, Score(0.0, "x", failure="raised"), PROMPT, "prompt", rewarded=True)["failure"]
+        == "raised"
+    )
 
 
 @given(st.lists(st.floats(-100, 0, width=32), min_size=1, max_size=6))
@@ -131,7 +157,11 @@ def test_of_several_turns_a_line_says_which_tokens_were_sampled() -> None:
 
 
 def test_a_line_of_a_rewritten_conversation_has_the_rows_in_which_turns_were_sampled() -> None:
-    row = {"input_ids": np.arange(5), "loss_mask": np.arange(5) > 3, "rollout_log_probs": np.zeros(5, np.float32)}
+    row = {
+        "input_ids": np.arange(5),
+        "loss_mask": np.arange(5) > 3,
+        "rollout_log_probs": np.zeros(5, np.float32),
+    }
     first, last = token_columns(RESULT, [row, row, row | {"input_ids": np.arange(9, 14)}])["rows"]
     assert (first["response_ids"], last["response_ids"]) == ([2, 3, 4], [11, 12, 13])
     assert (last["prompt_ids"], last["sampled"]) == ([9, 10], [0, 0, 1])
@@ -139,7 +169,8 @@ def test_a_line_of_a_rewritten_conversation_has_the_rows_in_which_turns_were_sam
 
 def identity(*overrides: str) -> dict[str, object]:
     request = JobRequest(
-        Path("config.yaml"), overrides=("rollout.environment=play.py:Guess", "rollout.max_turns=1", *overrides)
+        Path("config.yaml"),
+        overrides=("rollout.environment=play.py:Guess", "rollout.max_turns=1", *overrides),
     )
     config, model, given = checked_settings(GenerateConfig, request)
     return job_identity(model, config, try_inputs(config, given=given).identity, given)
@@ -159,7 +190,9 @@ def changed(before: dict[str, object], *overrides: str) -> set[str]:
 def test_it_changes_with_what_makes_other_samples_and_with_nothing_else(there: Path) -> None:
     before = identity()
     assert changed(before) == set()
-    assert changed(before, "rollout.samples_per_prompt=2", "rollout.replicas=2", "reward.timeout_s=3") == set()
+    assert (
+        changed(before, "rollout.samples_per_prompt=2", "rollout.replicas=2", "reward.timeout_s=3") == set()
+    )
     assert changed(before, "rollout.sampling.temperature=0.5") == {"sampling"}
     assert changed(before, "run.seed=3") == {"seed"}
     assert changed(before, "rollout.engine={quantization: fp8}") == {"engines"}
@@ -175,6 +208,8 @@ def test_it_changes_with_what_makes_other_samples_and_with_nothing_else(there: P
 
 
 def test_it_is_the_same_in_another_process(there: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PRINT], env={"PYTHONPATH": str(ROOT)}, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT], env={"PYTHONPATH": str(ROOT)}, text=True, capture_output=True
+    )
     *_, last = done.stdout.splitlines()  # on a loaded machine lines say what is waited for
     assert json.loads(last) == json.loads(json.dumps(identity())), done.stderr

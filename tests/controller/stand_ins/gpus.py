@@ -4,8 +4,8 @@
     training  states                     from build on
               working -> cached          in a pass; torch's allocator keeps it until empty_cache
 
-A pass, or a gathering of weights, may begin only while no engine has a KV cache there; an engine takes a KV cache only
-while nothing is cached, and samples only with weights that it was sent or loaded since it slept.
+A pass, or a gathering of weights, may begin only while no engine has a KV cache there; an engine takes a KV
+cache only while nothing is cached, and samples only with weights that it was sent or loaded since it slept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,13 @@ import torch
 from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
 from workers.batch.metrics import Metric, Metrics
 from workers.batch.score import Score
-from workers.model.checkpoint.checkpoint_folder import Manifest, check_json, commit, read_manifest, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import (
+    Manifest,
+    check_json,
+    commit,
+    read_manifest,
+    unfinished_folder,
+)
 
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
 TOKENS = 3  # of every response
@@ -71,10 +77,11 @@ TOWER = ("visual.patch_embed.weight", "visual.merger.weight")
 class World:
     """One run's Ray and GPUs. trouble: called with (actor's name, what it is about to do).
 
-    log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first weights and
-    say nothing of it. routed_experts: int16 [layers, k], what engines say that every token went through, if anything.
-    answer: tokens, or their number, and finish reason of the response to a seed. prompt: which it answers. turns: name,
-    prompt and tokens of each request.
+    log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first
+    weights and say nothing of it. routed_experts: int16 [layers, k], what engines say that every token went
+    through, if anything.
+    answer: tokens, or their number, and finish reason of the response to a seed. prompt: which it answers.
+    turns: name, prompt and tokens of each request.
     """
 
     def __init__(self) -> None:
@@ -196,8 +203,12 @@ class StandInVllm:
             version, adapters = lora_request.lora_int_id, lora_request.lora_name
             assert self._adapters[version] == adapters
         elif not self._adapters:
-            assert {self.versions[name] for name in WEIGHTS} == {int(self._name)}, f"{self.versions} as {self._name}"
-        assert self._cached.setdefault((prompt["cache_salt"], adapters), version) == version, "keys of older weights"
+            assert {self.versions[name] for name in WEIGHTS} == {int(self._name)}, (
+                f"{self.versions} as {self._name}"
+            )
+        assert self._cached.setdefault((prompt["cache_salt"], adapters), version) == version, (
+            "keys of older weights"
+        )
         self._world.prompt = prompt["prompt_token_ids"]
         answer, reason = self._world.answer(parameters.seed)
         if isinstance(answer, int):
@@ -223,7 +234,9 @@ class StandInVllm:
 
 
 class StandInEngine:
-    """`workers.model.engine.TrainingEngine` as the training actors call it, of a model with a frozen vision tower."""
+    """`workers.model.engine.TrainingEngine` as the training actors call it, of a model with a frozen vision
+    tower.
+    """
 
     def __init__(self, world: World, settings: dict[str, Any]) -> None:
         self._world, self.num_parameters, self.dtype = world, 8, torch.bfloat16
@@ -268,7 +281,9 @@ class StandInEngine:
             "rollout_mismatch_max": Metric.max(float(found.max())),
         }
 
-    def log_probs_and_entropies(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def log_probs_and_entropies(
+        self, sequences: Any, micro_batches: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         log_probs, metrics = self.log_probs(sequences, micro_batches)
         return log_probs, torch.ones(sequences.num_tokens), metrics
 
@@ -302,7 +317,9 @@ class StandInEngine:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         # What is gathered lies beside the weights of an engine that is waiting for it.
         with self._pass("gather", beside=("states", "weights")):
-            yield from ((name, torch.zeros(2, 2)) for name in self.weights_metadata(frozen_tower=frozen_tower))
+            yield from (
+                (name, torch.zeros(2, 2)) for name in self.weights_metadata(frozen_tower=frozen_tower)
+            )
 
     def weights_metadata(
         self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False

@@ -43,7 +43,9 @@ class LocalStream:
 
 
 class LocalActor:
-    """An object of an actor class on some GPUs. lives: False from `die` on; calls then say that the actor died."""
+    """An object of an actor class on some GPUs. lives: False from `die` on; calls then say that the actor
+    died.
+    """
 
     def __init__(self, local: "LocalRay", name: str, gpus: list[int], make: Callable[[], Any]) -> None:
         self.local, self.name, self.gpus = local, name, gpus
@@ -72,7 +74,10 @@ class LocalMethod:
         ref = local.call(actor, self._name, given, kwargs)
         if self._returns == 1:
             return ref
-        return [LocalRef(ref.value[i] if ref.value else None, ref.error, done=ref.done) for i in range(self._returns)]
+        return [
+            LocalRef(ref.value[i] if ref.value else None, ref.error, done=ref.done)
+            for i in range(self._returns)
+        ]
 
 
 class LocalClass:
@@ -154,7 +159,9 @@ class LocalRay:
         if not actor.lives:
             return LocalRef(error=ActorDiedError())
         try:
-            return LocalRef(self.run(actor, lambda: self._awaited(getattr(actor.instance, method)(*args, **kwargs))))
+            return LocalRef(
+                self.run(actor, lambda: self._awaited(getattr(actor.instance, method)(*args, **kwargs)))
+            )
         except NeverReturnsError:
             return LocalRef(done=False)
         except Exception as error:
@@ -182,4 +189,6 @@ class LocalRay:
 
 def raised_in(actor: LocalActor, method: str, error: Exception) -> Exception:
     """The error as `ray.get` raises it on the other side."""
-    return RayTaskError(f"{actor.name}.{method}", f"{type(error).__name__}: {error}", error).as_instanceof_cause()
+    return RayTaskError(
+        f"{actor.name}.{method}", f"{type(error).__name__}: {error}", error
+    ).as_instanceof_cause()

@@ -1,7 +1,7 @@
 """The roles of a run without actors: each answers at once and writes down what it was asked for.
 
-Run, step, RolloutBuffer, Planner, checkpoints, RunRecord   the real ones
-policy, reference, critic, reward model, engines        these; tokens are references to nothing, which nobody reads
+Run, step, RolloutBuffer, Planner, checkpoints, RunRecord   the real ones policy, reference, critic, reward
+model, engines        these; tokens are references to nothing, which nobody reads
 """
 
 import io
@@ -79,7 +79,9 @@ def write(path: Path, step: int, **progress: Any) -> Path:
 
 
 class Saves:
-    """A role whose saves, in the background, fail for the steps in `full`: the next call raises, as the real one."""
+    """A role whose saves, in the background, fail for the steps in `full`: the next call raises, as the real
+    one.
+    """
 
     def __init__(self, *full: int) -> None:
         self.full = full
@@ -131,7 +133,9 @@ class Model(Saves):
     def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> PlanResult:
         return self._pass("reference_log_probs", batch, plan, "log_probs")
 
-    def advantages(self, batch: RemoteBatch, plan: Plan, settings: Any, penalty: Any, gamma_per: str) -> PlanResult:
+    def advantages(
+        self, batch: RemoteBatch, plan: Plan, settings: Any, penalty: Any, gamma_per: str
+    ) -> PlanResult:
         found = self._pass("advantages", batch, plan, "advantages", "returns", "old_values")
         names = ("values", "returns", "returns_square", "value_error", "value_error_square")
         return PlanResult(found.tokens, {name: Metric.mean(1.0, 1) for name in names})
@@ -164,10 +168,12 @@ def column(name: str, rows: int) -> np.ndarray:
 
 
 class Engines:
-    """`EnginePool`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each.
+    """`EnginePool`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of
+    each.
 
-    A generation without rounds is answered when it is pumped; slow: uids that are answered only when nothing else is
-    left to wait for. failing: uids whose requests all fail. parts: what unfinished responses have, by seed.
+    A generation without rounds is answered when it is pumped; slow: uids that are answered only when nothing
+    else is left to wait for. failing: uids whose requests all fail. parts: what unfinished responses have, by
+    seed.
     """
 
     def __init__(self, log: list[str]) -> None:
@@ -216,7 +222,7 @@ class Engines:
             self._late = self._late[len(self._late[:1]) :]
         now = [request for request in requests if request not in self._late]
         if now:
-            self._generation.received(0, "block", [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
+            self._generation.received(0, ("block"), [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
         return bool(now)
 
     def _answer(self, request: SampleRequest, row: int) -> SampleResult:
@@ -246,8 +252,8 @@ class Engines:
 
 @dataclass
 class Rewards:
-    """`RewardPool` and its `Scoring`. reward: of (uid, sample, whether it is greedy); None is a failure. texts: whether
-    each round asked for all texts.
+    """`RewardPool` and its `Scoring`. reward: of (uid, sample, whether it is greedy); None is a failure.
+    texts: whether each round asked for all texts.
     """
 
     engines: Engines
@@ -302,7 +308,9 @@ class LocalRun:
     """A run of these roles. log: what they were asked for, in order. said: what the terminal showed."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.config = config = load(None, [*SETTINGS, "model.share_prefixes=never", f"run.dir={folder}", *overrides])
+        self.config = config = load(
+            None, [*SETTINGS, "model.share_prefixes=never", f"run.dir={folder}", *overrides]
+        )
         self.folder, self.log = config.run_folder, list[str]()
         self.policy, self.reference = Model("policy", self.log), Model("reference", self.log)
         self.critic, self.reward_model = Model("critic", self.log), Model("reward_model", self.log)
@@ -317,7 +325,9 @@ class LocalRun:
         return Run(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
 
     def _session(self, config: Config, engines: Any) -> Session:
-        roles: Any = LocalRoles({role: getattr(self, role) for role in config.training_roles}, engines, self.rewards)
+        roles: Any = LocalRoles(
+            {role: getattr(self, role) for role in config.training_roles}, engines, self.rewards
+        )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))

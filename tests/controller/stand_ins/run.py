@@ -53,7 +53,9 @@ def write_stand_in_workspace(folder: Path) -> None:
     """A model, a reward model, prompts and a reward function, as a configuration names them."""
     create_model(folder / "model", seed=0)
     create_model(folder / "judge", seed=1)
-    AutoModelForSequenceClassification.from_pretrained(folder / "judge", num_labels=1).save_pretrained(folder / "judge")
+    AutoModelForSequenceClassification.from_pretrained(folder / "judge", num_labels=1).save_pretrained(
+        folder / "judge"
+    )
     records = [json.dumps({"prompt": f"{i}+{i}=", "level": i, "source": f"table {i}"}) for i in range(1, 9)]
     (folder / "prompts.jsonl").write_text("\n".join(records))
     (folder / "reward.py").write_text("def reward(response):\n    return 0.0\n")
@@ -61,7 +63,9 @@ def write_stand_in_workspace(folder: Path) -> None:
 
 @dataclass
 class StandInRun:
-    """outcome: of the attempt that came to the end. said: what the run told its user. world: its Ray and its GPUs."""
+    """outcome: of the attempt that came to the end. said: what the run told its user. world: its Ray and its
+    GPUs.
+    """
 
     world: World
     config: Config
@@ -91,16 +95,21 @@ class StandIns:
         monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
         monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src=0: None)
         monkeypatch.setattr(
-            "workers.roles.model_worker.TrainingEngine", lambda model, **settings: StandInEngine(world, settings)
+            "workers.roles.model_worker.TrainingEngine",
+            lambda model, **settings: StandInEngine(world, settings),
         )
         monkeypatch.setattr(
             workers.engine.weights.gpu_transfer,
             "WeightSender",
-            lambda placement, engines, weights, metadata, *, rank, **_: StandInSender(world, engines, weights, rank),
+            lambda placement, engines, weights, metadata, *, rank, **_: StandInSender(
+                world, engines, weights, rank
+            ),
         )
         monkeypatch.setattr(VllmEngineActor, "_build", lambda worker: StandInVllm(world))
         # The real one ends all processes below its actor's, which here is the tests'.
-        monkeypatch.setattr("workers.rollout.engine_actor._end_engine", lambda engine: engine and engine.shutdown())
+        monkeypatch.setattr(
+            "workers.rollout.engine_actor._end_engine", lambda engine: engine and engine.shutdown()
+        )
         self._first_gpu = 0
 
     def _join_group(self, backend: str, *, timeout: timedelta) -> None:
@@ -123,7 +132,8 @@ class StandIns:
         from workers.model.engine import TrainingEngine
 
         if not torch.distributed.is_initialized():
-            # By a plain "gloo" a mesh, which sees the stand-ins' GPUs, would have groups of its own for each dimension.
+            # By a plain "gloo" a mesh, which sees the stand-ins' GPUs, would have groups of its own for each
+            # dimension.
             store = torch.distributed.HashStore()
             distributed_c10d.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
 
@@ -155,12 +165,16 @@ class StandIns:
         return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
 
     @contextmanager
-    def open(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> Iterator[OpenRun]:
+    def open(
+        self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs
+    ) -> Iterator[OpenRun]:
         """A run for a loop of one's own."""
         config = load(None, [*SETTINGS, *overrides])
         check(config, needs_data=False)
         self.begin_anew()
-        with running(config, read(config) if config.has_data else inputs_without_data(config), Listening()) as mine:
+        with running(
+            config, read(config) if config.has_data else inputs_without_data(config), Listening()
+        ) as mine:
             yield mine
 
 

@@ -1,4 +1,6 @@
-"""The front over real sockets, before gateways that answer as told: no session is lost, and none is played twice."""
+"""The front over real sockets, before gateways that answer as told: no session is lost, and none is played
+twice.
+"""
 
 import asyncio
 import itertools
@@ -29,7 +31,9 @@ def node(number: int, parent: int = -1) -> Node:
 
 @dataclass
 class Gateway:
-    """Answers with its name and the next id. hang: not before it is set. heard: (path, key, body) of each request."""
+    """Answers with its name and the next id. hang: not before it is set. heard: (path, key, body) of each
+    request.
+    """
 
     name: str
     hang: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,7 +54,9 @@ class Gateway:
         self.hang.set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.heard.append((request.path_qs, request.headers["Authorization"], (await request.read()).decode()))
+        self.heard.append(
+            (request.path_qs, request.headers["Authorization"], (await request.read()).decode())
+        )
         try:
             await self.hang.wait()
         except asyncio.CancelledError:
@@ -61,7 +67,8 @@ class Gateway:
         name = f"answer-{next(self.numbers)}"
         if "stream" not in request.path:
             return web.json_response(
-                {"id": name, "of": self.name}, status=500 if self.broken else 400 if "bad" in request.path else 200
+                {"id": name, "of": self.name},
+                status=500 if self.broken else 400 if "bad" in request.path else 200,
             )
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
@@ -97,7 +104,9 @@ class Stage:
         return self.gateways[-1]
 
     async def ask(self, key: str = KEY) -> tuple[int, Any]:
-        async with self.http.post(f"{self.url}/sessions", headers={"Authorization": f"Bearer {key}"}) as answer:
+        async with self.http.post(
+            f"{self.url}/sessions", headers={"Authorization": f"Bearer {key}"}
+        ) as answer:
             return answer.status, await answer.json() if answer.status != 204 else None
 
     async def call(
@@ -111,7 +120,9 @@ class Stage:
 @asynccontextmanager
 async def staged(**settings: Any) -> AsyncIterator[Stage]:
     stage = Stage()
-    stage.front = SessionFront(KEY, "127.0.0.1", 0, **({"max_request_mib": 0.01, "timeout_s": 30.0} | settings))
+    stage.front = SessionFront(
+        KEY, "127.0.0.1", 0, **({"max_request_mib": 0.01, "timeout_s": 30.0} | settings)
+    )
     await stage.front.start()
     stage.url = f"http://127.0.0.1:{stage.front._listener.sockets[0].getsockname()[1]}"
     async with ClientSession() as stage.http:
@@ -145,7 +156,9 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
             assert (status, given["record"]) == (200, {"prompt": "ü", "n": 3})
             assert given["base_url"] == f"{given['session_url']}/v1" == f"{stage.url}/sessions/s/v1"
             assert await offer == Taken(NOTHING, goes_on=False, ended=False)
-            assert not await stage.front.turn("s", SessionRecord((node(1),)), 2)  # it was restarted and lacks one
+            assert not await stage.front.turn(
+                "s", SessionRecord((node(1),)), 2
+            )  # it was restarted and lacks one
             assert await stage.front.turn("s", SessionRecord((node(0), node(1))), 2)
             assert await stage.front.turn("s", SessionRecord((node(9),)), 3)
             early = stage.begin(stage.call("s", "/sessions/s/v1/chat?a=1", {"x": 1}, key=given["api_key"]))
@@ -157,20 +170,28 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
             async with stage.http.post(
                 f"{stage.url}/sessions/s/v1/stream", headers={"x-api-key": given["api_key"]}
             ) as stream:
-                assert await stream.content.readline() == b"data: answer-1\n"  # while the gateway still writes
+                assert (
+                    await stream.content.readline() == b"data: answer-1\n"
+                )  # while the gateway still writes
                 gateway.hang.set()
                 assert (await stream.read()).endswith(b"[DONE]\n\n")
 
-            assert (await stage.call("s", "/sessions/s/reward", {"reward": 0.5, "response_id": "answer-0"}))[0] == 200
+            assert (await stage.call("s", "/sessions/s/reward", {"reward": 0.5, "response_id": "answer-0"}))[
+                0
+            ] == 200
             headers = {"x-api-key": given["api_key"], "Content-Type": "application/json; charset=unknown"}
             body = b'{"reward": 0.5, "response_id": "answer-0"}'
-            async with stage.http.post(f"{stage.url}/sessions/s/reward", data=body, headers=headers) as posted:
+            async with stage.http.post(
+                f"{stage.url}/sessions/s/reward", data=body, headers=headers
+            ) as posted:
                 assert posted.status == 200  # the gateway reads no charset either
             assert (await stage.call("s", "/sessions/s/bad/reward", {"reward": 1}))[0] == 400
             assert not played.done()
             assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}, key=KEY))[0] == 200
             await played
-            assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}))[0] == 200  # its client asked again
+            assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}))[
+                0
+            ] == 200  # its client asked again
             assert (await stage.call("s", "/sessions/s/v1/chat"))[0] == 410
             # The engine is lost before the driver has the sample.
             again = await stage.front.offer("s", {}, NOTHING)
@@ -283,7 +304,11 @@ def test_what_is_not_allowed_is_refused_in_the_apis_form() -> None:
             assert (await stage.ask())[0] == 200
             assert (await stage.call("t", "/sessions/t/v1/chat"))[0] == 404  # nobody has it yet
             status, refusal = await stage.call("s", "/sessions/s/v1/messages", key=stage.front.key_of("t"))
-            assert (status, refusal["type"], refusal["error"]["type"]) == (401, "error", "authentication_error")
+            assert (status, refusal["type"], refusal["error"]["type"]) == (
+                401,
+                "error",
+                "authentication_error",
+            )
             assert (await stage.call("s", "/sessions/s/v1/chat", key="ü"))[0] == 401
             gateway = await stage.gateway("a")
             stage.begin(stage.front.play("s", gateway.url, "1"))
@@ -291,7 +316,9 @@ def test_what_is_not_allowed_is_refused_in_the_apis_form() -> None:
             assert gateway.heard == []
             with pytest.raises(EpisodeError):  # no agent asks for the other
                 await offers[1]
-            taken = SessionFront(KEY, "127.0.0.1", int(stage.url.rpartition(":")[2]), max_request_mib=1, timeout_s=1)
+            taken = SessionFront(
+                KEY, "127.0.0.1", int(stage.url.rpartition(":")[2]), max_request_mib=1, timeout_s=1
+            )
             with refused("rollout.gateway.port", ConfigError):
                 await taken.start()
 

@@ -1,4 +1,6 @@
-"""Agents' sessions over HTTP, with stock clients and a real engine on a CPU, against the engine's own records."""
+"""Agents' sessions over HTTP, with stock clients and a real engine on a CPU, against the engine's own
+records.
+"""
 
 import asyncio
 import json
@@ -30,7 +32,10 @@ NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"typ
 ADD: Any = {"name": "add", "description": "Adds.", "parameters": NUMBERS}
 TOOLS: Any = [{"type": "function", "function": ADD}]
 ADD_OF_ANTHROPIC = {"name": "add", "input_schema": NUMBERS}
-PICTURE_OF_ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+PICTURE_OF_ANTHROPIC = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+}
 QUESTION: Any = [{"role": "user", "content": "What is 3 plus 5?"}]
 
 
@@ -39,12 +44,16 @@ class Served:
 
     def __init__(self, model: Path) -> None:
         rollout = RolloutConfig(
-            threads=1, cpu_kv_cache_gib=0.125, gateway=GatewayConfig(max_request_mib=1, max_concurrent_requests=16)
+            threads=1,
+            cpu_kv_cache_gib=0.125,
+            gateway=GatewayConfig(max_request_mib=1, max_concurrent_requests=16),
         )
         options = {"num_cpus": 1, "max_concurrency": 100}
         settings = {"index": 0, "placement": "shared_memory", "max_model_tokens": 2048, "seed": 0}
         self.actor = (
-            ray.remote(GatewayActor).options(**options).remote(ModelConfig(path=str(model)), rollout, **settings)
+            ray.remote(GatewayActor)
+            .options(**options)
+            .remote(ModelConfig(path=str(model)), rollout, **settings)
         )
         self.model = Qwen2ForCausalLM.from_pretrained(model).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -59,7 +68,9 @@ class Served:
         return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0)
 
     def nodes(self, name: str) -> list[tuple[Node, np.ndarray]]:
-        """The session's turns, each with its prompt. They are what the engine sampled, each once, ids and log-probs."""
+        """The session's turns, each with its prompt. They are what the engine sampled, each once, ids and
+        log-probs.
+        """
         found = self.call("nodes", name)
         sampled = sorted(self.call("of_engine", name))
         assert sorted(node.response.ids.tolist() for node, _ in found if not node.replayed) == sampled
@@ -86,7 +97,11 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 async def ask(client: openai.AsyncOpenAI, messages: Any, *, stream: bool, **options: Any) -> Any:
     if not stream:
-        return (await client.chat.completions.create(model="any", messages=messages, **options)).choices[0].message
+        return (
+            (await client.chat.completions.create(model="any", messages=messages, **options))
+            .choices[0]
+            .message
+        )
     async with client.chat.completions.stream(model="any", messages=messages, **options) as events:
         async for _ in events:
             pass
@@ -123,11 +138,17 @@ REASONING_OF_RESPONSES = {
     ("route", "body"),
     [
         *(
-            ("chat/completions", {"messages": [*QUESTION, {"role": "assistant", "content": "It is 8.", name: THOUGHT}]})
+            (
+                "chat/completions",
+                {"messages": [*QUESTION, {"role": "assistant", "content": "It is 8.", name: THOUGHT}]},
+            )
             for name in ("reasoning", "reasoning_content", "thinking")
         ),
         ("messages", {"messages": [*QUESTION, {"role": "assistant", "content": ANSWER_OF_ANTHROPIC}]}),
-        ("responses", {"input": [*QUESTION, REASONING_OF_RESPONSES, {"role": "assistant", "content": "It is 8."}]}),
+        (
+            "responses",
+            {"input": [*QUESTION, REASONING_OF_RESPONSES, {"role": "assistant", "content": "It is 8."}]},
+        ),
     ],
     ids=["reasoning", "reasoning_content", "thinking", "Anthropic", "Responses"],
 )
@@ -212,7 +233,10 @@ async def use_anthropic(access: Access, stream: bool) -> None:
             answer = await client.messages.create(messages=messages, **options)
         uses = [block for block in answer.content if block.type == "tool_use"]
         messages += [
-            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]}
+            {
+                "role": "assistant",
+                "content": [block.model_dump(exclude_none=True) for block in answer.content],
+            }
         ]
         results = [{"type": "tool_result", "tool_use_id": use.id, "content": "8"} for use in uses]
         messages += [{"role": "user", "content": results or "Sure?"}]
@@ -226,7 +250,9 @@ async def use_completions(access: Access, stream: bool) -> None:
     text = "What is"
     for _ in range(4):
         answer: Any = await client.completions.create(model="any", prompt=text, max_tokens=9, stream=stream)
-        text += "".join([chunk.choices[0].text async for chunk in answer]) if stream else answer.choices[0].text
+        text += (
+            "".join([chunk.choices[0].text async for chunk in answer]) if stream else answer.choices[0].text
+        )
         text += " and"
 
 
@@ -264,7 +290,9 @@ def test_several_answers_to_one_request_are_turns_of_their_own(served: Served) -
             pass
         for choice in whole.choices:
             message = choice.message
-            await ask(client, [*QUESTION, message.model_dump(exclude_none=True), *answers(message)], stream=False)
+            await ask(
+                client, [*QUESTION, message.model_dump(exclude_none=True), *answers(message)], stream=False
+            )
         prompts: Any = [[5, 6, 7], [8, 9]]
         await client.completions.create(model="any", prompt=prompts, n=2, max_tokens=3)
 
@@ -300,13 +328,21 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ("chat/completions", "messages", {"messages": []}),
         ("chat/completions", "", b'{"model": "any", "mess'),
         ("chat/completions", "", b'{"messages": ' + b"[" * 100_000),
-        ("responses", FORCED, {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}),
+        (
+            "responses",
+            FORCED,
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
+        ),
         (
             "messages",
             FORCED,
             {"max_tokens": 9, "tools": [ADD_OF_ANTHROPIC], "tool_choice": {"type": "tool", "name": "add"}},
         ),
-        ("messages", "images", {"max_tokens": 9, "messages": [{"role": "user", "content": [PICTURE_OF_ANTHROPIC]}]}),
+        (
+            "messages",
+            "images",
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [PICTURE_OF_ANTHROPIC]}]},
+        ),
         ("messages", "", b"{"),
         ("completions", "vocabulary", {"prompt": [100_000]}),
         ("completions", "suffix", {"prompt": "x", "suffix": "y"}),
@@ -341,7 +377,9 @@ LONG: Any = {"max_new_tokens": 1500, "min_new_tokens": 1500}
 ASKED = {"model": "any", "messages": QUESTION}
 
 
-def test_a_retry_reads_the_answer_that_its_client_left_and_an_abandoned_one_is_dropped(served: Served) -> None:
+def test_a_retry_reads_the_answer_that_its_client_left_and_an_abandoned_one_is_dropped(
+    served: Served,
+) -> None:
     access = served.call("open", "retried", max_new_tokens=400, min_new_tokens=400)
     url, key = f"{access.base_url}/chat/completions", {"authorization": f"Bearer {access.key}"}
 
@@ -437,7 +475,10 @@ def test_a_session_keeps_to_its_limits(served: Served) -> None:
     async def many() -> list[int]:
         async with httpx.AsyncClient(headers=key, timeout=60) as client:
             asked = [{"model": "any", "messages": QUESTION, "user": str(number)} for number in range(20)]
-            return [each.status_code for each in await asyncio.gather(*[client.post(url, json=one) for one in asked])]
+            return [
+                each.status_code
+                for each in await asyncio.gather(*[client.post(url, json=one) for one in asked])
+            ]
 
     assert sorted(asyncio.run(many())) == [200] * 16 + [429] * 4
     assert post(QUESTION).status_code == 200

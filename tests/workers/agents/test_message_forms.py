@@ -1,4 +1,6 @@
-"""Histories whose messages come in other forms than before: they extend a turn only if the prompt says the same."""
+"""Histories whose messages come in other forms than before: they extend a turn only if the prompt says the
+same.
+"""
 
 from contextlib import suppress
 from itertools import product
@@ -33,26 +35,43 @@ def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-CONTENTS = ("1 1", "1  1", parts("1 1"), parts("1 1", ""), parts("", "1 1"), parts("1", " 1"), parts("1 ", "1"))
+CONTENTS = (
+    "1 1",
+    "1  1",
+    parts("1 1"),
+    parts("1 1", ""),
+    parts("", "1 1"),
+    parts("1", " 1"),
+    parts("1 ", "1"),
+)
 CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 USER, SAID = {"role": "user", "content": "5"}, {"role": "assistant", "content": "7"}
 BEFORE = {
     "system": [{"role": "system"}, USER],
     "user": [{"role": "user"}],
-    "tool": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "name": "add"}],
+    "tool": [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "add"},
+    ],
     "assistant": [USER, {"role": "assistant"}, USER],
 }
 
 
 def history(role: str, content: Any, **keys: Any) -> list[dict[str, Any]]:
-    return [m | keys | {"content": content} if m["role"] == role and "content" not in m else m for m in BEFORE[role]]
+    return [
+        m | keys | {"content": content} if m["role"] == role and "content" not in m else m
+        for m in BEFORE[role]
+    ]
 
 
 def renderer_of(template: str) -> Renderer:
     if template not in TEMPLATES:
         return Renderer(stock_templates.tokenizer(template))
     tokenizer = stock_templates.tokenizer(stock_templates.NAMES[0])
-    renderer = Renderer(type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, **stock_templates.SPECIAL))
+    renderer = Renderer(
+        type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, **stock_templates.SPECIAL)
+    )
     renderer.tokenizer.chat_template = TEMPLATES[template]
     return renderer
 
@@ -73,7 +92,9 @@ def test_a_history_extends_a_turn_only_if_its_messages_are_rendered_alike(templa
     for role, first, second in product(BEFORE, (CONTENTS[0], CONTENTS[5]), CONTENTS):
         try:
             before, after = history(role, first), history(role, second)
-            rendered = [renderer.text(messages, "", add_generation_prompt=True) for messages in (before, after)]
+            rendered = [
+                renderer.text(messages, "", add_generation_prompt=True) for messages in (before, after)
+            ]
             found = extends(renderer, before, after)
         except DataError:  # a role that the template does not know
             continue
@@ -86,7 +107,9 @@ def test_a_history_extends_a_turn_only_if_its_messages_are_rendered_alike(templa
     assert not joined or set(matched.values()) == {2 * 6}  # all but "1  1"
 
 
-@pytest.mark.parametrize(("template", "matches"), [("the name of a tool", False), ("a line for each part", True)])
+@pytest.mark.parametrize(
+    ("template", "matches"), [("the name of a tool", False), ("a line for each part", True)]
+)
 def test_keys_of_a_message_count_if_the_template_reads_them(template: str, matches: bool) -> None:
     renderer = renderer_of(template)
     others = history("tool", "3", name="max", tool_call_id="another")
@@ -105,7 +128,9 @@ def test_thoughts_of_a_client_reach_the_prompt_under_each_name_or_are_named(
         rendered[key] = []
         for said in ({"content": "four"}, {"content": "", "tool_calls": [CALL]}):
             opened = Opened(Session("s", max_turns=9), None, 0, {}, 0)  # type: ignore[arg-type]
-            answer = [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}] if "tool_calls" in said else []
+            answer = (
+                [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}] if "tool_calls" in said else []
+            )
             messages = [USER, {"role": "assistant", key: "I add."} | said, *answer]
             with suppress(DataError):  # a template without calls
                 ids = prompts.read(opened, prompts.messages(messages), {})[1].ids

@@ -25,7 +25,9 @@ VARIABLES = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s
 
 def hide_process(pid_file: str) -> None:
     """Start a process in a session of its own, whose parent ends."""
-    start = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)"
+    start = (
+        "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)"
+    )
     Path(pid_file).write_bytes(subprocess.run([sys.executable, "-c", start], check=True, stdout=-1).stdout)
 
 
@@ -56,7 +58,10 @@ async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 def tell(record: dict[str, Any], base_url: str, api_key: str) -> Any:
     found = [base_url, api_key, *(os.environ[name] for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"))]
-    return {"reward": 1, "right": found == [VARIABLES["OPENAI_BASE_URL"], "secret", *found[:1], base_url[:-3]]}
+    return {
+        "reward": 1,
+        "right": found == [VARIABLES["OPENAI_BASE_URL"], "secret", *found[:1], base_url[:-3]],
+    }
 
 
 def played(
@@ -102,7 +107,9 @@ def test_processes_of_an_agent_end_with_its_session_however_it_ends(way: str, tm
 
 def test_an_agent_costs_its_session_alone_and_leaves_no_process() -> None:
     records = [{"do": word, "value": None} for word in ("raise", "exit", "hang", "grow", "spread")]
-    values = [{"do": "", "value": value} for value in (0.5, None, {"reward": 2, "tries": 3}, {"tries": 3}, "much")]
+    values = [
+        {"do": "", "value": value} for value in (0.5, None, {"reward": 2, "tries": 3}, {"tries": 3}, "much")
+    ]
     *failed, number, nothing, mapping, unnamed, text = played(obey, *records, *values)
     raised, died, late, grown, spread = failed
     assert "ValueError: no key" in raised and "ended its process" in died
@@ -130,8 +137,17 @@ def test_a_command_reads_the_record_and_prints_the_reward_last(
 ) -> None:
     (tmp_path / "agent.py").write_text(COMMAND)
     long = '{"reward": 0.25,' + " " * 200_000 + '"steps": 2}'
-    lasts = [json.dumps({"reward": 0.25, "steps": 2}), "3", "", '{"steps": 2}', '{"reward": NaN}', long + "\n\n"]
-    records = [{"prompt": "1+1=", "last": last, "code": 0} for last in lasts] + [{"prompt": "é", "last": "", "code": 3}]
+    lasts = [
+        json.dumps({"reward": 0.25, "steps": 2}),
+        "3",
+        "",
+        '{"steps": 2}',
+        '{"reward": NaN}',
+        long + "\n\n",
+    ]
+    records = [{"prompt": "1+1=", "last": last, "code": 0} for last in lasts] + [
+        {"prompt": "é", "last": "", "code": 3}
+    ]
     found = played(f"{sys.executable} '{tmp_path}/agent.py'", *records)
     assert found[:4] == [Score(0.25, "", {"steps": 2.0}), None, None, None]
     assert "finite" in found[4] and "exit status 3" in found[6]
@@ -151,10 +167,14 @@ ENDS = {
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "openai.py").write_text("from openai import OpenAI")  # a file of the user in the place of a package
+    (tmp_path / "openai.py").write_text(
+        "from openai import OpenAI"
+    )  # a file of the user in the place of a package
     (tmp_path / "agent.py").write_text("import json, os, sys\nexec(json.load(sys.stdin)['do'])")
     variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", new_session_key())
-    found = played(f"{sys.executable} '{tmp_path}/agent.py'", *({"do": do} for do in ENDS), variables=variables)
+    found = played(
+        f"{sys.executable} '{tmp_path}/agent.py'", *({"do": do} for do in ENDS), variables=variables
+    )
     for failure, end in zip(found, ENDS.values(), strict=True):
         assert end in failure, failure
     assert "in two lines" in capfd.readouterr().err
@@ -175,7 +195,9 @@ def test_a_key_that_an_agent_prints_or_raises_is_hidden(capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
-def test_agents_keep_hosts_that_either_name_excludes_from_a_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_agents_keep_hosts_that_either_name_excludes_from_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     for variable in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "inner.example")

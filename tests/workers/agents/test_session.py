@@ -1,4 +1,6 @@
-"""Sessions without an engine: what extends what, which tokens are trained where, rewards, and answers from records."""
+"""Sessions without an engine: what extends what, which tokens are trained where, rewards, and answers from
+records.
+"""
 
 import json
 import pickle
@@ -43,7 +45,9 @@ def test_each_path_is_a_row_and_each_token_is_trained_once_with_the_mean_of_its_
         assert (session.turns, session.value, session.transcript) == ([], None, [])
         return
     rows = session.rows()
-    whole = [part for place, node in enumerate(nodes) if below[place] for part in (node.given, node.response.ids)]
+    whole = [
+        part for place, node in enumerate(nodes) if below[place] for part in (node.given, node.response.ids)
+    ]
     assert np.array_equal(rows[0]["input_ids"], np.concatenate(whole))
     assert len(rows) == (1 if len(leaves) == 1 else 1 + len(leaves))
     trained = rows[-len(leaves) :]
@@ -54,10 +58,14 @@ def test_each_path_is_a_row_and_each_token_is_trained_once_with_the_mean_of_its_
         assert np.array_equal(row["rollout_log_probs"][mask], -row["input_ids"][mask] / np.float32(8))
         assert np.array_equal(mask, row["weight_versions"] >= 0)
     tokens = np.concatenate([row["input_ids"][row["loss_mask"]] for row in trained]).tolist()
-    expected = [token for place, node in enumerate(nodes) if below[place] for token in node.response.ids.tolist()]
+    expected = [
+        token for place, node in enumerate(nodes) if below[place] for token in node.response.ids.tolist()
+    ]
     assert sorted(tokens) == sorted(expected) == np.sort(rows[0]["input_ids"][rows[0]["loss_mask"]]).tolist()
     assert session.response_tokens == len(tokens) == sum(count for _, count in session.version_tokens)
-    assert session.prompt_tokens + session.response_tokens + session.observation_tokens == len(rows[0]["input_ids"])
+    assert session.prompt_tokens + session.response_tokens + session.observation_tokens == len(
+        rows[0]["input_ids"]
+    )
 
     session.reward(1.0)
     own = {place: reward for place, reward in enumerate(rewards[: len(turns)]) if reward is not None}
@@ -66,12 +74,16 @@ def test_each_path_is_a_row_and_each_token_is_trained_once_with_the_mean_of_its_
     of_leaf = {leaf: ([1.0] + [own[place] for place in paths[leaf] if place in own])[-1] for leaf in leaves}
     assert session.value == pytest.approx(np.mean([of_leaf[leaf] for leaf in leaves]))
     offsets = {
-        int(nodes[p].response.ids[0]): np.mean([of_leaf[x] for x in found]) for p, found in enumerate(below) if found
+        int(nodes[p].response.ids[0]): np.mean([of_leaf[x] for x in found])
+        for p, found in enumerate(below)
+        if found
     }
     position = 0
     for sampled, offset, _ in session.credit():  # in the order of the rows' trained tokens
         assert offset == pytest.approx(offsets[tokens[position]] - session.value)
-        assert tokens[position : position + sampled] == list(range(tokens[position], tokens[position] + sampled))
+        assert tokens[position : position + sampled] == list(
+            range(tokens[position], tokens[position] + sampled)
+        )
         position += sampled
     assert position == len(tokens)
     told = session.told()
@@ -105,7 +117,9 @@ def test_an_agent_that_starts_again_is_answered_from_the_record(turns: list[Turn
     assert all(told["replayed"] for told in session.told())
     partly = Session("s", max_turns=20, record=record)
     part = Agent(partly, first=5_000).play(again[: len(turns) // 2])
-    assert part.sampled == 0 and len(partly.kept) == len(turns) // 2 == sum(told["kept"] for told in partly.told())
+    assert part.sampled == 0 and len(partly.kept) == len(turns) // 2 == sum(
+        told["kept"] for told in partly.told()
+    )
     assert len(partly.told()) == len(partly.snapshot().nodes) == len(turns)
     node = part.ask(-1, 4, 2)  # another prompt than any recorded one
     assert part.sampled == 1 and node.number == len(turns)
@@ -124,13 +138,21 @@ def test_an_agent_that_goes_on_keeps_what_it_received(turns: list[Turn]) -> None
     assert asked.parent is not None and asked.parent.number == last.number
     with session.sampling() as number:
         node = session.add(
-            asked, prompt_of(session, asked), response([4_000]), number=number, said=message("assistant", [4_000])
+            asked,
+            prompt_of(session, asked),
+            response([4_000]),
+            number=number,
+            said=message("assistant", [4_000]),
         )
     assert (node.number, node.parent) == (len(turns), last.number)
     assert last.number in [each.number for each in session.kept]  # though nobody may have received it
 
 
-CALL = {"type": "function", "id": "a", "function": {"name": "sum", "arguments": '{"b": [1, 2], "a": {"y": 1, "x": 2}}'}}
+CALL = {
+    "type": "function",
+    "id": "a",
+    "function": {"name": "sum", "arguments": '{"b": [1, 2], "a": {"y": 1, "x": 2}}'},
+}
 SAID = {"role": "assistant", "content": " Let me see.\n", "reasoning": "hm", "tool_calls": [CALL, CALL]}
 
 
@@ -143,10 +165,23 @@ def changed_call(**function: Any) -> dict[str, Any]:
     [
         ([SAID], True),
         (
-            [{"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL], "reasoning_content": "other"}],
+            [
+                {
+                    "role": "assistant",
+                    "content": "Let me see.",
+                    "tool_calls": [CALL, CALL],
+                    "reasoning_content": "other",
+                }
+            ],
             True,
         ),
-        ([SAID | {"content": [{"type": "text", "text": "Let me"}, {"type": "output_text", "text": "see."}]}], True),
+        (
+            [
+                SAID
+                | {"content": [{"type": "text", "text": "Let me"}, {"type": "output_text", "text": "see."}]}
+            ],
+            True,
+        ),
         ([SAID | {"tool_calls": [CALL, changed_call(arguments={"a": {"x": 2, "y": 1}, "b": [1, 2]})]}], True),
         ([SAID | {"tool_calls": None}, SAID | {"content": None}], True),  # one answer as several messages
         ([{"role": "assistant", "content": "streamed"}], True),  # known by `also`
@@ -199,11 +234,15 @@ def test_equal_answers_are_extended_one_each() -> None:
         found = session.find(messages)
         assert found.parent is not None
         parents.append(found.parent)
-        session.add(found, prompt_of(session, found), response([7]), number=2 + n, said=message("assistant", [7]))
+        session.add(
+            found, prompt_of(session, found), response([7]), number=2 + n, said=message("assistant", [7])
+        )
     assert {*parents} == {*nodes}
 
 
-@given(st.lists(st.tuples(st.integers(-1, 5), st.booleans(), st.text("ab", min_size=1, max_size=3)), max_size=6))
+@given(
+    st.lists(st.tuples(st.integers(-1, 5), st.booleans(), st.text("ab", min_size=1, max_size=3)), max_size=6)
+)
 def test_completions_extend_what_their_prompt_repeats(steps: list[tuple[int, bool, str]]) -> None:
     """By its text, or by its ids, whichever it is."""
     session = Session("s", max_turns=9)
@@ -212,7 +251,9 @@ def test_completions_extend_what_their_prompt_repeats(steps: list[tuple[int, boo
         parent = nodes[place % number] if place >= 0 and number else None
         before = texts[nodes.index(parent)] if parent else "p" * (number + 1)
         if by_ids:
-            prompt_ids = np.concatenate([session.ids(parent) if parent else ids([number + 1]), ids([*map(ord, new)])])
+            prompt_ids = np.concatenate(
+                [session.ids(parent) if parent else ids([number + 1]), ids([*map(ord, new)])]
+            )
             asked = session.find_ids(prompt_ids)
             assert asked.parent is parent
         else:
@@ -240,7 +281,14 @@ def test_limits_and_wrong_rewards_are_refused() -> None:
             node.received = True
     with refused("rollout.max_turns=2", EpisodeError), session.sampling():
         pass
-    for value, name in (("1", ""), (True, ""), (float("nan"), ""), (1e39, "id0"), (None, "id0"), (1.0, "id2")):
+    for value, name in (
+        ("1", ""),
+        (True, ""),
+        (float("nan"), ""),
+        (1e39, "id0"),
+        (None, "id0"),
+        (1.0, "id2"),
+    ):
         with refused("response_id" if name == "id2" else "reward", DataError):
             session.reward(value, name)
     session.reward(1, "id0")

@@ -1,4 +1,6 @@
-"""DataProto: rows in, tokens side by side, rows and TensorDicts out again. The reference are rows as Python values."""
+"""DataProto: rows in, tokens side by side, rows and TensorDicts out again. The reference are rows as Python
+values.
+"""
 
 import pickle
 from typing import Any
@@ -25,14 +27,20 @@ def batch_of(lengths: list[int]) -> DataProto:
             for row, length in enumerate(lengths)
         ]
     )
-    columns = {"reward": np.arange(len(lengths)) / 4, "uid": np.array([f"u{row}" for row in range(len(lengths))])}
+    columns = {
+        "reward": np.arange(len(lengths)) / 4,
+        "uid": np.array([f"u{row}" for row in range(len(lengths))]),
+    }
     return DataProto(stored.lengths, stored.tokens, columns, meta={"step": 3}).as_tensors()
 
 
 def rows_of(batch: DataProto) -> list[list[Any]]:
     """Ids, reward and uid of every row."""
     ids = [part.tolist() for part in batch.tokens["input_ids"].split(batch.lengths.tolist())]
-    return [list(row) for row in zip(ids, batch.columns["reward"].tolist(), batch.objects["uid"].tolist(), strict=True)]
+    return [
+        list(row)
+        for row in zip(ids, batch.columns["reward"].tolist(), batch.objects["uid"].tolist(), strict=True)
+    ]
 
 
 def test_numbers_become_tensors_in_types_that_torch_indexes_by_and_others_objects() -> None:
@@ -58,7 +66,9 @@ def test_slices_and_selections_are_those_of_a_list_of_rows(lengths: list[int], d
     chosen = batch.select_idxs(indices)
     assert rows_of(chosen) == [rows_of(batch)[row] for row in indices]
     assert chosen.offsets.tolist() == [0, *np.cumsum([lengths[row] for row in indices]).tolist()]
-    assert [chosen.row(i)["input_ids"].tolist() for i in range(len(chosen))] == [row[0] for row in rows_of(chosen)]
+    assert [chosen.row(i)["input_ids"].tolist() for i in range(len(chosen))] == [
+        row[0] for row in rows_of(chosen)
+    ]
 
 
 @given(LENGTHS)
@@ -104,7 +114,9 @@ def test_rows_that_do_not_fit_together_are_refused(rows: list, columns: dict, na
 def test_a_column_of_the_wrong_length_is_named_with_both_lengths(count: int, wrong: int, more: int) -> None:
     wrong = min(wrong, count - 1)
     row = {f"column{i}": np.zeros(5 + more * (i == wrong)) for i in range(count)}
-    with refused(f"column 'column{wrong}' has {5 + more} tokens in sequence 0, but 'column0' has 5", DataError):
+    with refused(
+        f"column 'column{wrong}' has {5 + more} tokens in sequence 0, but 'column0' has 5", DataError
+    ):
         DataProto.from_rows([row])
     with refused(f"column 'column{wrong}' has {5 + more} rows, but 'column0' has 5", DataError):
         RemoteBatch(row, {})

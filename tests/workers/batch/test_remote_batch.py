@@ -13,14 +13,18 @@ def places_of(batch: RemoteBatch) -> list[tuple[str, int]]:
 
 
 def batch_of(rows: list[tuple[str, int]]) -> RemoteBatch:
-    return RemoteBatch({"length": np.arange(len(rows))}, {"input_ids": places("input_ids", *zip(*rows, strict=True))})
+    return RemoteBatch(
+        {"length": np.arange(len(rows))}, {"input_ids": places("input_ids", *zip(*rows, strict=True))}
+    )
 
 
 ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=1, max_size=20)
 
 
 @given(ROWS, st.data())
-def test_selecting_moves_handles_and_columns_together(rows: list[tuple[str, int]], data: st.DataObject) -> None:
+def test_selecting_moves_handles_and_columns_together(
+    rows: list[tuple[str, int]], data: st.DataObject
+) -> None:
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=30))
     selected = batch_of(rows).select(indices)
     assert places_of(selected) == [rows[i] for i in indices]
@@ -28,7 +32,9 @@ def test_selecting_moves_handles_and_columns_together(rows: list[tuple[str, int]
 
 
 @given(ROWS, ROWS)
-def test_joining_keeps_the_order_of_the_parts(first: list[tuple[str, int]], second: list[tuple[str, int]]) -> None:
+def test_joining_keeps_the_order_of_the_parts(
+    first: list[tuple[str, int]], second: list[tuple[str, int]]
+) -> None:
     joined = RemoteBatch.concat([batch_of(first), batch_of(second)])
     assert places_of(joined) == first + second
 
@@ -68,7 +74,9 @@ def test_gathering_fetches_rows_in_the_batch_order(ray_session) -> None:
 
     two, one = ray.put(rows_block(3, 2)), ray.put(rows_block(5))
     tokens = {name: places(name, [one, two, two], [0, 1, 0]) for name in ("input_ids", "loss_mask")}
-    batch = RemoteBatch({"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens, {"step": 3})
+    batch = RemoteBatch(
+        {"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens, {"step": 3}
+    )
     proto = batch.gather()
     assert [proto.row(i)["input_ids"].tolist() for i in range(3)] == [[5] * 5, [2, 2], [3, 3, 3]]
     assert proto.num_loss_tokens == 4 + 1 + 2
@@ -82,6 +90,9 @@ def test_gathering_refuses_columns_whose_rows_differ_in_length(ray_session) -> N
     import ray
 
     whole, short = ray.put(rows_block(3, 2)), ray.put(rows_block(3, 1))
-    tokens = {"input_ids": places("input_ids", [whole] * 2, [0, 1]), "m": places("loss_mask", [short] * 2, [0, 1])}
+    tokens = {
+        "input_ids": places("input_ids", [whole] * 2, [0, 1]),
+        "m": places("loss_mask", [short] * 2, [0, 1]),
+    }
     with refused("column 'm' has", DataError):
         RemoteBatch({}, tokens).gather()

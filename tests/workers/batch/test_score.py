@@ -27,14 +27,30 @@ def test_an_environments_opening_stands_before_what_was_written_after_it() -> No
 
 @pytest.mark.parametrize(
     ("scored", "environment"),
-    [(SCORED, Score(0.0, "", failure="it")), (Score(0.0, "text", failure="it"), Score(1.0, "", credit=((2, 1.0, 5),)))],
+    [
+        (SCORED, Score(0.0, "", failure="it")),
+        (Score(0.0, "text", failure="it"), Score(1.0, "", credit=((2, 1.0, 5),))),
+    ],
 )
 def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -> None:
     credit = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
-    assert add_environment(scored, environment, as_part=True) == Score(0.0, "text", failure="it", credit=credit)
+    assert add_environment(scored, environment, as_part=True) == Score(
+        0.0, "text", failure="it", credit=credit
+    )
 
 
-METRICS = ["reward", "mean", "std", "failures", "kl", "kl_coefficient", "greedy", "pass@4", "maj@2", "tools/calls"]
+METRICS = [
+    "reward",
+    "mean",
+    "std",
+    "failures",
+    "kl",
+    "kl_coefficient",
+    "greedy",
+    "pass@4",
+    "maj@2",
+    "tools/calls",
+]
 PARTS = ["environment", "shaping", "overlong_penalty", "model", "judge", "judge/clarity"]
 
 
@@ -62,9 +78,16 @@ def test_a_part_of_both_reward_function_and_environment_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("versions", "turn"),
-    [([-1, 3, 4], (1, 3)), ([-1, 3, -1, -1, 3, 3], (4, 6)), ([-1, 0, -1, 0, -1], (3, 4)), ([-1, 0, -2, 5], (1, 4))],
+    [
+        ([-1, 3, 4], (1, 3)),
+        ([-1, 3, -1, -1, 3, 3], (4, 6)),
+        ([-1, 0, -1, 0, -1], (3, 4)),
+        ([-1, 0, -2, 5], (1, 4)),
+    ],
 )
-def test_the_last_turn_is_what_follows_the_last_observation(versions: list[int], turn: tuple[int, int]) -> None:
+def test_the_last_turn_is_what_follows_the_last_observation(
+    versions: list[int], turn: tuple[int, int]
+) -> None:
     assert last_turn(np.array(versions)) == slice(*turn)
 
 

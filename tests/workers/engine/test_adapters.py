@@ -1,4 +1,6 @@
-"""LoRA policies in a real engine: each request is of its policy, by the trainer's log-probs, after every update."""
+"""LoRA policies in a real engine: each request is of its policy, by the trainer's log-probs, after every
+update.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,7 +65,9 @@ def of_policies(engines: Engines, policies: list[str], count: int = 6) -> list[S
 def versions_of(finished: list[Sample]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for result, _ in finished:
-        found.setdefault(result.uid.split("/")[0], set()).update((result.weight_version, result.newest_weight_version))
+        found.setdefault(result.uid.split("/")[0], set()).update(
+            (result.weight_version, result.newest_weight_version)
+        )
     return found
 
 
@@ -149,7 +153,10 @@ def test_a_policy_is_published_while_others_are_sampled(trainer: TrainingEngine,
 def test_prefixes_are_of_one_policy_and_one_version(trainer: TrainingEngine, engines: Engines) -> None:
     def cached() -> dict[str, int]:
         versions = {"a": engines.pool.adapter("a"), "b": engines.pool.adapter("b"), "": 0}
-        requests = [SampleRequest(f"{name}/", 0, PROMPT, seed=1, adapter=version) for name, version in versions.items()]
+        requests = [
+            SampleRequest(f"{name}/", 0, PROMPT, seed=1, adapter=version)
+            for name, version in versions.items()
+        ]
         finished = engines.sample(requests)
         check_log_probs(trainer, finished, ["a", "b", ""])
         return {result.uid[:-1]: result.cached_tokens for result, _ in finished}

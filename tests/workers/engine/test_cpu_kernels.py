@@ -44,7 +44,9 @@ def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str
             (ones(7, 64, dtype=torch.bfloat16), ones(64)),
         ):
             assert operator.dispatch(*arguments(name, x, weight)).provider == "native"
-        assert operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"  # of 32 numbers
+        assert (
+            operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"
+        )  # of 32 numbers
 
 
 @pytest.mark.parametrize("tokens", [[5] * 6, [0] * 4, [7, 7, 0, 5, 0, 7, 5], [3, 0], [5]])
@@ -56,7 +58,9 @@ def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill
     adapters = get_punica_wrapper(16, 16, torch.device("cpu"))
     assert isinstance(adapters, GroupedAdapters)
     prompts = tuple(reversed(tokens))  # rows of logits are other ones
-    adapters.update_metadata(LoRAMapping(tuple(tokens), prompts, is_prefill=is_prefill), places, len(places), 32)
+    adapters.update_metadata(
+        LoRAMapping(tuple(tokens), prompts, is_prefill=is_prefill), places, len(places), 32
+    )
     x, sizes = torch.randn(len(tokens), 6), (8, 4)
     a = tuple(torch.randn(len(places), 1, 3, 6) for _ in sizes)
     b = tuple(torch.randn(len(places), 1, size, 3) for size in sizes)
@@ -67,7 +71,10 @@ def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill
 
     y = torch.randn(len(tokens), 12)
     expected = y + torch.stack(
-        [torch.cat([added(row, adapter, 0), added(row, adapter, 1)]) for row, adapter in zip(x, tokens, strict=True)]
+        [
+            torch.cat([added(row, adapter, 0), added(row, adapter, 1)])
+            for row, adapter in zip(x, tokens, strict=True)
+        ]
     )
     adapters.add_lora_linear(y, x, a, b, 2.0, sizes)
     torch.testing.assert_close(y, expected)
@@ -79,5 +86,7 @@ def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill
     embedded, looked_up = torch.randn(len(tokens), 4), torch.randn(len(tokens), 3)
     kept, looked = embedded.clone(), zip(looked_up, tokens, strict=True)
     adapters.add_lora_embedding(embedded, looked_up, b[1])
-    added_rows = [b[1][places.index(adapter), 0] @ row if adapter else torch.zeros(4) for row, adapter in looked]
+    added_rows = [
+        b[1][places.index(adapter), 0] @ row if adapter else torch.zeros(4) for row, adapter in looked
+    ]
     torch.testing.assert_close(embedded, kept + torch.stack(added_rows))

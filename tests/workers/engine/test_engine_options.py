@@ -19,7 +19,9 @@ REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=rewar
 
 
 def arguments(config: RolloutConfig, placement: str = "apart") -> AsyncEngineArgs:
-    return engine_arguments(ModelConfig(path="model"), config, placement=placement, max_model_tokens=64, seed=0)
+    return engine_arguments(
+        ModelConfig(path="model"), config, placement=placement, max_model_tokens=64, seed=0
+    )
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
@@ -31,19 +33,29 @@ def test_the_names_that_we_list_are_vllms_and_listed_once() -> None:
 
 
 def test_an_argument_that_names_code_a_file_or_an_address_is_refused() -> None:
-    """Arguments whose values are classes, modules, paths, tokens or nested configurations, which have such in them."""
+    """Arguments whose values are classes, modules, paths, tokens or nested configurations, which have such in
+    them.
+    """
     telling = re.compile(
         r"cls|class|plugin|parser|path|addr|endpoint|token$|remote|_dir|format|_config|port$|overrides"
     )
     named = {name for name in FIELDS if telling.search(name)}
-    assert {"worker_cls", "worker_extension_cls", "scheduler_cls", "kv_transfer_config", "logging_config"} <= named
+    assert {
+        "worker_cls",
+        "worker_extension_cls",
+        "scheduler_cls",
+        "kv_transfer_config",
+        "logging_config",
+    } <= named
     for name in named - {"speculative_config", "load_format"}:
         with refused(f"rollout.engine.{name}"):
             check_engine_options({name: "x"})
 
 
 def test_every_argument_that_we_give_is_ours_or_may_be_changed() -> None:
-    """What follows from a setting is refused; the others are defaults of ours that `rollout.engine` overrides."""
+    """What follows from a setting is refused; the others are defaults of ours that `rollout.engine`
+    overrides.
+    """
     for placement in ("shared_memory", "colocated", "apart"):
         plain = arguments(RolloutConfig(), placement)
         given = {
@@ -64,7 +76,10 @@ def test_prefill_on_a_gpu_is_not_left_to_a_default_of_2048_tokens(placement: str
 
 
 def test_options_go_from_the_configuration_to_vllms_arguments() -> None:
-    options = ["rollout.engine={kv_cache_dtype: fp8, quantization: fp8}", "rollout.engine.enable_expert_parallel=true"]
+    options = [
+        "rollout.engine={kv_cache_dtype: fp8, quantization: fp8}",
+        "rollout.engine.enable_expert_parallel=true",
+    ]
     speculative = "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 4}"
     config = load(None, [*REQUIRED, *options, speculative])
     found = arguments(config.rollout)
@@ -92,7 +107,9 @@ class PausedEngine:
     ("setting", "cleared"),
     [("recompute", [1, 1, 1, 1, 1, 0]), ("keep", [0, 0, 0, 0, 0, 0]), ("auto", [0, 0, 1, 0, 0, 0])],
 )
-def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting: str, cleared: list[int]) -> None:
+def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(
+    setting: str, cleared: list[int]
+) -> None:
     """Six updates, of which five find a request under way that began before the first."""
     config = load(None, [*REQUIRED, "rollout.max_staleness=2", f"rollout.kv_cache_after_update={setting}"])
     worker, engine = VllmEngineActor.__new__(VllmEngineActor), PausedEngine()

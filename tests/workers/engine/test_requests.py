@@ -16,13 +16,19 @@ def test_a_seed_fits_into_63_bits(run_seed: int, step: int, uid: str, sample: in
 
 def test_another_process_draws_the_same_seed() -> None:
     program = "from workers.engine.requests import sample_seed; print(sample_seed(1, 2, 'p7', 3))"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert int(printed) == sample_seed(1, 2, "p7", 3)
 
 
 def test_run_step_prompt_and_sample_each_change_the_seed() -> None:
     seeds = {
-        sample_seed(r, t, u, s) for r in (0, 1) for t in (0, 1, 10) for u in ("1", "11", "0/1") for s in (0, 1, 11)
+        sample_seed(r, t, u, s)
+        for r in (0, 1)
+        for t in (0, 1, 10)
+        for u in ("1", "11", "0/1")
+        for s in (0, 1, 11)
     }
     assert len(seeds) == 2 * 3 * 3 * 3
 

@@ -1,4 +1,6 @@
-"""Our settings in vLLM's words, its output in ours, and what the trainer's side of a transfer tells the engines."""
+"""Our settings in vLLM's words, its output in ours, and what the trainer's side of a transfer tells the
+engines.
+"""
 
 import asyncio
 import json
@@ -76,12 +78,15 @@ def test_an_engine_on_cpu_is_a_thread_and_has_huge_pages_unless_asked_otherwise(
 
 
 @pytest.mark.skipif(
-    not OF_THE_SYSTEM.exists() or "[never]" in OF_THE_SYSTEM.read_text(), reason="this system has no huge pages"
+    not OF_THE_SYSTEM.exists() or "[never]" in OF_THE_SYSTEM.read_text(),
+    reason="this system has no huge pages",
 )
 def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
     program = "import torch; x = torch.ones(2**24); print(open('/proc/self/smaps').read())"
     told = os.environ | {HUGE_PAGES: "1"}
-    pages = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True).stdout
+    pages = subprocess.run(
+        [sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True
+    ).stdout
     kib = sum(int(line.split()[1]) for line in pages.splitlines() if line.startswith("AnonHugePages"))
     assert kib >= 2**11  # a page at least: the system may be short of them
 
@@ -94,7 +99,9 @@ def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
         ("colocated", "float32", "float32", "complete_ipc"),
     ],
 )
-def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: str, expected: str, backend: str) -> None:
+def test_type_and_weight_transfer_follow_the_placement(
+    placement: str, dtype: str, expected: str, backend: str
+) -> None:
     model, config = ModelConfig(path="model", dtype=dtype), RolloutConfig(gpu_memory_utilization=0.3)
     arguments = engine_arguments(model, config, placement=placement, max_model_tokens=99, seed=1)
     assert (arguments.dtype, arguments.weight_transfer_config.backend) == (expected, backend)
@@ -113,7 +120,9 @@ STATES = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3
 
 
 @pytest.mark.parametrize("family", [*STATES, "qwen2", "gemma3_text"])
-def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(family: str, tmp_path: Path) -> None:
+def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(
+    family: str, tmp_path: Path
+) -> None:
     """With both, vLLM asks for chunked prefill."""
     config = tiny_config(family)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
@@ -147,7 +156,9 @@ def test_gated_delta_nets_prefill_by_a_kernel_that_takes_their_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = {} if size is None else {"linear_key_head_dim": size}
-    description = {"model_type": "qwen3_5", "text_config": sizes} if nested else {"model_type": "qwen3_next"} | sizes
+    description = (
+        {"model_type": "qwen3_5", "text_config": sizes} if nested else {"model_type": "qwen3_next"} | sizes
+    )
     (tmp_path / "config.json").write_text(json.dumps(description))
     found = {"flashinfer": object() if installed else None}
     monkeypatch.setattr("workers.engine.vllm_interface.find_spec", found.get)
@@ -174,7 +185,9 @@ def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow
 
 
 def test_vllms_output_becomes_a_response() -> None:
-    """Its own output class, with an array of experts as its connector makes them: uint8, without the last token."""
+    """Its own output class, with an array of experts as its connector makes them: uint8, without the last
+    token.
+    """
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
@@ -183,10 +196,15 @@ def test_vllms_output_becomes_a_response() -> None:
     read = np.array([[[0, 3]], [[1, 2]], [[255, 2]]], np.uint8)
     facts = {"routed_experts": read, "weight_versions": spans}
     stopped, aborted = (
-        CompletionOutput(0, "", [7, 8], None, logprobs, finish_reason=reason, **facts) for reason in ("stop", "abort")
+        CompletionOutput(0, "", [7, 8], None, logprobs, finish_reason=reason, **facts)
+        for reason in ("stop", "abort")
     )
     found = as_response(RequestOutput("a/0/1", None, [5, 6], None, [stopped], finished=True))
-    assert (found.ids.tolist(), found.log_probs.tolist(), found.versions.tolist()) == ([7, 8], [-1, -2], [3, 4])
+    assert (found.ids.tolist(), found.log_probs.tolist(), found.versions.tolist()) == (
+        [7, 8],
+        [-1, -2],
+        [3, 4],
+    )
     assert found.routed_experts is not None
     assert (found.routed_experts.dtype, found.routed_experts.tolist()) == (np.int16, read.tolist())
     assert (found.finish_reason, found.read_tokens, found.cached_tokens) == ("stop", 2, 0)
@@ -197,7 +215,13 @@ def test_vllms_output_becomes_a_response() -> None:
 def test_sampling_settings_reach_vllm() -> None:
     settings = SamplingConfig(temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=11)
     parameters = sampling_parameters(settings, seed=2**63 - 1)
-    found = (parameters.temperature, parameters.top_p, parameters.top_k, parameters.max_tokens, parameters.seed)
+    found = (
+        parameters.temperature,
+        parameters.top_p,
+        parameters.top_k,
+        parameters.max_tokens,
+        parameters.seed,
+    )
     assert found == (0.5, 0.9, 7, 11, 2**63 - 1)
     assert parameters.logprobs == 0 and not parameters.detokenize
 
@@ -282,7 +306,9 @@ def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
 
 
 class SilentEngine:
-    """What `VllmEngineActor` asks of vLLM, whose process died without an answer; at the last of `looks` it is seen."""
+    """What `VllmEngineActor` asks of vLLM, whose process died without an answer; at the last of `looks` it is
+    seen.
+    """
 
     def __init__(self, looks: int) -> None:
         self.looks = looks

@@ -1,4 +1,6 @@
-"""What follows a turn: only new text is encoded, after stock chat templates too. Sampled tokens stay as they are."""
+"""What follows a turn: only new text is encoded, after stock chat templates too. Sampled tokens stay as they
+are.
+"""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -27,7 +29,8 @@ APPENDING = (
     "{% if add_generation_prompt %}#a{% endif %}"
 )
 REWRITING = (  # as templates do that leave earlier turns' thoughts out
-    "{% for m in messages %}{{ 't' if loop.last and m['role'] == 'assistant' }}{{ m['content'] }}<eos>{% endfor %}"
+    "{% for m in messages %}{{ 't' if loop.last and m['role'] == 'assistant' }}{{ m['content'] }}<eos>{% "
+    "endfor %}"
 )
 
 
@@ -97,7 +100,9 @@ def test_a_template_that_rewrites_earlier_turns_is_continued(chat: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') if messages[1:] }}", "{{ messages[0]['content'] }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') if messages[1:] }}", "{{ messages[0]['content'] }}"]
+)
 def test_a_template_that_cannot_continue_is_refused_before_the_run(chat: Any, template: str) -> None:
     chat.chat_template = template
     with refused("rollout.environment"):
@@ -106,7 +111,15 @@ def test_a_template_that_cannot_continue_is_refused_before_the_run(chat: Any, te
 
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
 TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
-WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}  # refuse or drop their answers
+WITHOUT_TOOLS = {
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma3",
+    "llava_next",
+    "phi3",
+    "phi3_5",
+}  # refuse or drop their answers
 END_IS_THE_NEXT_ROLE = {"glm4moe": {"user": "<|user|>", "tool": "<|observation|>"}}
 USER, TOOL = {"role": "user", "content": 'Sure? é "4"'}, {"role": "tool", "content": "4", "name": "add"}
 
@@ -155,8 +168,12 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
 
 
 @pytest.mark.parametrize("rewrites", [False, True])
-def test_images_are_expanded_where_the_template_shows_them(vision_model: Callable[[str], Path], rewrites: bool) -> None:
-    """A turn writes a placeholder, which is not an image's. With `rewrites` the template drops its thought."""
+def test_images_are_expanded_where_the_template_shows_them(
+    vision_model: Callable[[str], Path], rewrites: bool
+) -> None:
+    """A turn writes a placeholder, which is not an image's. With `rewrites` the template drops
+    its thought.
+    """
     path = vision_model("qwen2_5_vl")
     tokenizer, placeholders = AutoTokenizer.from_pretrained(path), load_placeholders(str(path))
     assert placeholders is not None
@@ -184,7 +201,9 @@ def test_images_are_expanded_where_the_template_shows_them(vision_model: Callabl
         assert [placed.image for placed in branch.images] == [given, *shown]
 
 
-def test_broken_images_and_templates_that_hide_them_fail_the_episode(vision_model: Callable[[str], Path]) -> None:
+def test_broken_images_and_templates_that_hide_them_fail_the_episode(
+    vision_model: Callable[[str], Path],
+) -> None:
     path = vision_model("qwen2_5_vl")
     tokenizer = AutoTokenizer.from_pretrained(path)
     renderer = Renderer(tokenizer, placeholders=load_placeholders(str(path)))
@@ -192,4 +211,6 @@ def test_broken_images_and_templates_that_hide_them_fail_the_episode(vision_mode
     for image in ("http://a/b.png", b"broken"):
         conversation = Conversation(renderer, [{"role": "user", "content": "hi"}])
         with pytest.raises(EpisodeError, match="the conversation"):
-            conversation.observed(turn, Turn("a"), [{"role": "user", "content": [{"type": "image", "image": image}]}])
+            conversation.observed(
+                turn, Turn("a"), [{"role": "user", "content": [{"type": "image", "image": image}]}]
+            )

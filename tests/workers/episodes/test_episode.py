@@ -77,7 +77,10 @@ def test_hashes_tell_images_of_one_size_apart_and_rows_know_their_places() -> No
 
 
 def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
-    one, other = Episode(ids(5, 6), max_turns=3, max_tokens=10), Episode(ids(5, 6), max_turns=3, max_tokens=10)
+    one, other = (
+        Episode(ids(5, 6), max_turns=3, max_tokens=10),
+        Episode(ids(5, 6), max_turns=3, max_tokens=10),
+    )
     other.add(turn(7))
     assert one.prompt_hash == other.prompt_hash == 6146428974812933914
     assert one.open(not_sampled(ids(5, 6, 7)))
@@ -85,7 +88,11 @@ def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
     assert -(2**63) <= one.prompt_hash < 2**63
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6), st.integers(1, 20), st.integers(1, 4))
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6),
+    st.integers(1, 20),
+    st.integers(1, 4),
+)
 def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: int, turns: int) -> None:
     """Every turn is at most as long as the room that was left, as the engine is told."""
     episode = Episode(ids(5, 6, 7), max_turns=turns, max_tokens=tokens)
@@ -145,7 +152,9 @@ class Numbers:
         return not_sampled(ids(*map(int, observation.split()))), None
 
 
-def played(environment: Scripted, *turns: Response, **limits: int) -> tuple[Episode, list[list[int]], str, Any]:
+def played(
+    environment: Scripted, *turns: Response, **limits: int
+) -> tuple[Episode, list[list[int]], str, Any]:
     """The episode, the prompts that were sampled from, how it ended, its score."""
     episode, prompts, left = Episode(ids(5, 6), **limits), [], list(turns)
 
@@ -163,7 +172,9 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
         Observation("9", reward=-0.5, done=True, parts={"right": 1.0}),
         opening="3",
     )
-    episode, prompts, reason, score = played(environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20)
+    episode, prompts, reason, score = played(
+        environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20
+    )
     assert prompts == [[5, 6, 3], [5, 6, 3, 7, END, 8, 8]]
     assert environment.heard == [f"7 {END}", f"4 {END}"]
     assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]  # nobody reads what is said after the end
@@ -175,7 +186,9 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
 
 def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
     talk = [Observation("8 8", reward=1.0) for _ in range(3)]
-    _, prompts, reason, score = played(Scripted(*talk), turn(7, END), turn(7, END), max_turns=2, max_tokens=20)
+    _, prompts, reason, score = played(
+        Scripted(*talk), turn(7, END), turn(7, END), max_turns=2, max_tokens=20
+    )
     assert (len(prompts), reason, score.reward) == (2, TURNS, 2.0)
     episode, prompts, reason, _ = played(Scripted(*talk), turn(7, END), max_turns=9, max_tokens=4)
     assert (len(prompts), reason, episode.observation_tokens) == (1, LENGTH, 0)

@@ -1,4 +1,6 @@
-"""The next prompt with every stock chat template: as the template renders it, with the ids that were sampled."""
+"""The next prompt with every stock chat template: as the template renders it, with the ids that
+were sampled.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ from workers.rendering import Messages, Renderer, variables_of
 
 PARAMETERS = {name: {"type": "integer", "description": name} for name in ("a", "b")}
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": PARAMETERS}}
-TOOLS = [{"type": "function", "function": FUNCTION | {"parameters": FUNCTION["parameters"] | {"required": ["a"]}}}]
+TOOLS = [
+    {"type": "function", "function": FUNCTION | {"parameters": FUNCTION["parameters"] | {"required": ["a"]}}}
+]
 CALL = {"type": "function", "id": "callid001", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 ANSWERS = {
@@ -64,9 +68,10 @@ class Case(NamedTuple):
         try:
             return Renderer(stock.tokenizer(self.template)).text(messages, "x", **options)
         except DataError:
-            function = CALL["function"] | {"arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index,operator]
+            function = CALL[("function")] | {"arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index,operator]
             texts = [
-                m | ({"tool_calls": [CALL | {"function": function}]} if "tool_calls" in m else {}) for m in messages
+                m | ({"tool_calls": [CALL | {"function": function}]} if "tool_calls" in m else {})
+                for m in messages
             ]
             return Renderer(stock.tokenizer(self.template)).text(texts, "x", **options)
 
@@ -85,7 +90,9 @@ CASES = [Case(name, role, kind) for name in stock.NAMES for role in ANSWERS for 
 
 
 class Played(NamedTuple):
-    """Ids of the prompt, of what follows the turn, and of the next prompt. branch: whether that is a row of its own."""
+    """Ids of the prompt, of what follows the turn, and of the next prompt. branch: whether that is a row of
+    its own.
+    """
 
     prompt: np.ndarray
     following: np.ndarray
@@ -104,7 +111,9 @@ def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Playe
     response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
     following, branch = conversation.observed(response, said, ANSWERS[case.role])
     ids = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
-    return Played(prompt, following.ids, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
+    return Played(
+        prompt, following.ids, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation
+    )
 
 
 @cache
@@ -145,8 +154,14 @@ def test_each_stock_template_continues_each_turn_in_both_ways(case: Case) -> Non
 
 @pytest.mark.parametrize("name", stock.NAMES)
 def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
-    """A call, a thought and another call, with answers, as the template renders them, with the tokens of each turn."""
-    answered = [("user", "thinking")] * 3 if name in WITHOUT_TOOLS else [("tool", KINDS[2]), ("user", "thinking")] * 2
+    """A call, a thought and another call, with answers, as the template renders them, with the tokens of each
+    turn.
+    """
+    answered = (
+        [("user", "thinking")] * 3
+        if name in WITHOUT_TOOLS
+        else [("tool", KINDS[2]), ("user", "thinking")] * 2
+    )
     tokenizer, messages = stock.tokenizer(name), list(ASKED)
     for number, (role, kind) in enumerate(answered):
         case = Case(name, role, kind, name not in WITHOUT_TOOLS)
@@ -185,17 +200,39 @@ def test_the_page_of_templates_says_so() -> None:
     assert Path("docs/templates.md").read_text(encoding="utf-8") == page(), "run: make docs"
 
 
-MARKERS = ["<|im_end|>", "<|im_start|>", "</think>", "<think>", "<|im_end|>\n<|im_start|>user\n", "{{ messages }}"]
-MARKERS += ["{% for %}", "<tool_call>", "stand-in 1", "sampled", "<eos>", "\n\n", ".\n", "é😀", "<|end|>", "[/INST]"]
+MARKERS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "</think>",
+    "<think>",
+    "<|im_end|>\n<|im_start|>user\n",
+    "{{ messages }}",
+]
+MARKERS += [
+    "{% for %}",
+    "<tool_call>",
+    "stand-in 1",
+    "sampled",
+    "<eos>",
+    "\n\n",
+    ".\n",
+    "é😀",
+    "<|end|>",
+    "[/INST]",
+]
 TEXTS = st.lists(st.sampled_from(MARKERS) | st.text(max_size=6), min_size=1, max_size=5).map("".join)
 
 
 @given(st.sampled_from(stock.NAMES), TEXTS, st.booleans())
 def test_no_response_changes_what_is_said_around_it(name: str, text: str, rewrites: bool) -> None:
-    """Neither with plain characters that look like markers, nor with real markers, and each token stays as sampled."""
+    """Neither with plain characters that look like markers, nor with real markers, and each token stays as
+    sampled.
+    """
     case, tokenizer = Case(name, "user", "plain"), stock.tokenizer(name)
     end = stock.apart(tokenizer, case.sampled)[-1:]
-    four, plain = (np.concatenate([stock.apart(tokenizer, part) for part in each]) for each in ("four", f"x{text}x"))
+    four, plain = (
+        np.concatenate([stock.apart(tokenizer, part) for part in each]) for each in ("four", f"x{text}x")
+    )
     marked = stock.apart(tokenizer, f"x{text}x")
     expected = played(case, np.append(four, end), Turn("", "", "four"), rewrites=rewrites)
     found = played(case, np.append(plain, end), Turn("", "", f"x{text}x"), rewrites=rewrites)
@@ -204,4 +241,7 @@ def test_no_response_changes_what_is_said_around_it(name: str, text: str, rewrit
     around = expected.ids[:at].tolist(), expected.ids[at + 4 :].tolist()
     assert found.ids.tolist() == [*around[0], *plain.tolist(), *around[1]]
     again = played(case, np.append(marked, end), Turn("", "", f"x{text}x"), rewrites=False)
-    assert again.following.tolist() == played(case, np.append(four, end), Turn(""), rewrites=False).following.tolist()
+    assert (
+        again.following.tolist()
+        == played(case, np.append(four, end), Turn(""), rewrites=False).following.tolist()
+    )

@@ -28,7 +28,17 @@ TOOLS = [
         },
     }
 ]
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", '{"name": "add", ', END, "\n", "é")
+MARKS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    '{"name": "add", ',
+    END,
+    "\n",
+    "é",
+)
 
 
 @cache
@@ -43,7 +53,9 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def turn_of(text: str, template: str = QWEN3, *, finished: bool = True, parser: str = "", **options: Any) -> Turn:
+def turn_of(
+    text: str, template: str = QWEN3, *, finished: bool = True, parser: str = "", **options: Any
+) -> Turn:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     read = TurnParser(tokenizer, parser, "", {"tools": TOOLS} | options)
@@ -59,10 +71,17 @@ def turn_of(text: str, template: str = QWEN3, *, finished: bool = True, parser: 
         (QWEN3, ADD.replace('{"a": 1, "b": 2}', "5"), "", "", ["5"]),
         (QWEN3, f"12{END}", "", "12", []),  # vLLM's parser takes this for reasoning
         (QWEN3, "<think>\nhm", "\nhm", "", []),
-        (f"<think>\n{QWEN3_CODER[:-8]}{{# </think> #}}", f"12{END}", "12", "", []),  # the template opens the reasoning
+        (
+            f"<think>\n{QWEN3_CODER[:-8]}{{# </think> #}}",
+            f"12{END}",
+            "12",
+            "",
+            [],
+        ),  # the template opens the reasoning
         (
             QWEN3_CODER,
-            f"<think>x</think><tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>{END}",
+            "<think>x</think><tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+            f"</tool_call>{END}",
             "x",
             "",
             [{"a": 1}],
@@ -76,7 +95,9 @@ def test_a_turn_has_the_parts_that_the_model_wrote(
     turn = turn_of(text, template)
     assert (turn, turn.text, turn.reasoning) == (text.replace(END, ""), text, reasoning)
     assert content is None or turn.content == content
-    assert [call["function"] for call in turn.tool_calls] == [{"name": "add", "arguments": each} for each in calls]
+    assert [call["function"] for call in turn.tool_calls] == [
+        {"name": "add", "arguments": each} for each in calls
+    ]
     assert [call["id"] for call in turn.tool_calls] == ["call00001", "call00002"][: len(calls)]
     assert bool(turn.errors) == (content is None)
     again = pickle.loads(pickle.dumps(turn))

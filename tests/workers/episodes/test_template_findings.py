@@ -32,10 +32,14 @@ Render = Callable[[Messages, bool, Options], str]
 def stock(name: str) -> tuple[Render, tuple[str, ...]]:
     text = (STOCK / f"{name}.jinja").read_text()
     template = _compile_jinja_template(text)
-    forms = try_forms(lambda messages: str(template.render(messages=messages, add_generation_prompt=False, **TOKENS)))
+    forms = try_forms(
+        lambda messages: str(template.render(messages=messages, add_generation_prompt=False, **TOKENS))
+    )
 
     def render(messages: Messages, begins: bool, options: Options) -> str:
-        return str(template.render(messages=forms.apply(messages), add_generation_prompt=begins, **TOKENS | options))
+        return str(
+            template.render(messages=forms.apply(messages), add_generation_prompt=begins, **TOKENS | options)
+        )
 
     return render, tuple(sorted(variables_of(text).arguments))
 
@@ -45,7 +49,9 @@ def forms_of(turn: str, calls: int) -> list[dict[str, Any]]:
     for arguments in ({"a": "ANSWER"}, '{"a": "ANSWER"}') if turn in CALLING else (None,):
         function = {"name": "add", "arguments": arguments}
         asked = [{"type": "function", "id": f"call{n:05}", "function": function} for n in range(calls)]
-        message = {"role": "assistant", "content": ""} | ({"tool_calls": asked} if arguments else {"content": "ANSWER"})
+        message = {"role": "assistant", "content": ""} | (
+            {"tool_calls": asked} if arguments else {"content": "ANSWER"}
+        )
         content = message["content"]
         if turn in REASONED:
             found += [message | {key: "THOUGHT"} for key in ("reasoning_content", "thinking", "reasoning")]
@@ -58,7 +64,10 @@ def forms_of(turn: str, calls: int) -> list[dict[str, Any]]:
 def check(render: Render, case: Following, options: Options) -> None:
     """Compare a case with what the template renders."""
     prompt, calls = [{"role": "user", "content": "QUESTION"}], 2 if case.role == "tools" else 1
-    follow = [{"role": "tool", "name": "add", "tool_call_id": f"call{n:05}", "content": f"R{n}"} for n in range(calls)]
+    follow = [
+        {"role": "tool", "name": "add", "tool_call_id": f"call{n:05}", "content": f"R{n}"}
+        for n in range(calls)
+    ]
     follow = [{"role": "user", "content": "R0"}] if case.role == "user" else follow
     wanted = {"ANSWER"} | ({"THOUGHT"} if case.turn in REASONED else set())
     read, whole, shows_results = render(prompt, True, options), [], False
@@ -109,7 +118,17 @@ def test_findings_are_what_the_template_renders(name: str, thinking: bool | None
 def test_41_templates_are_tried() -> None:
     assert len(TEMPLATES) == 41
     refusing = {name for name in TEMPLATES if template_findings(*stock(name), {}).refuses}
-    assert refusing == {"cohere", "cohere2", "gemma", "gemma3", "llama3_1", "llama3_2", "llava_next", "phi3", "phi3_5"}
+    assert refusing == {
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma3",
+        "llama3_1",
+        "llama3_2",
+        "llava_next",
+        "phi3",
+        "phi3_5",
+    }
 
 
 def test_a_template_that_drops_the_end_of_a_turn_or_doubles_the_beginning_is_found_out() -> None:

@@ -58,7 +58,9 @@ def test_a_text_that_does_not_end_the_reasoning_is_refused(thinking: Thinking) -
 
 
 @given(st.text("ab", min_size=2, max_size=12), st.data())
-def test_a_turn_of_two_requests_stops_where_one_would(thinking: Thinking, said: str, data: st.DataObject) -> None:
+def test_a_turn_of_two_requests_stops_where_one_would(
+    thinking: Thinking, said: str, data: st.DataObject
+) -> None:
     place = data.draw(st.integers(1, len(said) - 1))
     stop = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
     ends = [said.find(text) + len(text) for text in stop if text in said]
@@ -67,7 +69,9 @@ def test_a_turn_of_two_requests_stops_where_one_would(thinking: Thinking, said: 
         return
     received = min(alone, default=len(said))  # of both requests
     turn = not_sampled(ids(said[:received]), 3)
-    turn = Response(turn.ids, turn.log_probs, turn.versions, STOP if alone else LENGTH, stop_string=bool(alone))
+    turn = Response(
+        turn.ids, turn.log_probs, turn.versions, STOP if alone else LENGTH, stop_string=bool(alone)
+    )
     found = thinking.stopped(turn, place, stop)
     end = min(ends, default=len(said))
     assert found.ids.tolist() == ids(said[:end]).tolist()

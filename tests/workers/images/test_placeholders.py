@@ -25,10 +25,14 @@ def _ids(found: Placeholders, text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", EXACT)
-def test_expanded_ids_are_those_of_the_whole_processor(family: str, vision_model: Callable[[str], Path]) -> None:
+def test_expanded_ids_are_those_of_the_whole_processor(
+    family: str, vision_model: Callable[[str], Path]
+) -> None:
     found, marker, images = _expander(vision_model(family)), PLACEHOLDERS[family], pictures()
     text = f"ab {marker} x{marker}{marker}\n yz"
-    ids, placed = found.expand(_ids(found, text), [ImageSource(i, "record 1").image() for i in images], "record 1")
+    ids, placed = found.expand(
+        _ids(found, text), [ImageSource(i, "record 1").image() for i in images], "record 1"
+    )
     whole = found._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
     assert ids.tolist() == list(whole)
     outside = spread(np.ones(len(_ids(found, text)), bool), placed)
@@ -43,7 +47,11 @@ def test_expanded_ids_are_those_of_the_whole_processor(family: str, vision_model
 def test_each_image_needs_its_place(vision_model: Callable[[str], Path]) -> None:
     found = _expander(vision_model("qwen2_5_vl"))
     image = ImageSource(pictures()[0], "record 1").image()
-    for text, images in (("ab", [image]), (PLACEHOLDERS["qwen2_5_vl"], []), (PLACEHOLDERS["qwen2_5_vl"], [image] * 2)):
+    for text, images in (
+        ("ab", [image]),
+        (PLACEHOLDERS["qwen2_5_vl"], []),
+        (PLACEHOLDERS["qwen2_5_vl"], [image] * 2),
+    ):
         with refused(f"{len(images)} images", DataError):
             found.expand(_ids(found, text), images, "record 1")
 

@@ -1,4 +1,6 @@
-"""torchvision loads beside a CPU torch, in a process that imports nothing of Ballast. Operators that exist are kept."""
+"""torchvision loads beside a CPU torch, in a process that imports nothing of Ballast. Operators that exist
+are kept.
+"""
 
 import subprocess
 import sys
@@ -15,7 +17,9 @@ picture = torch.arange(192, dtype=torch.uint8).view(3, 8, 8)
 print(tuple(functional.resize(picture, [4, 6]).shape), "workers.model" in __import__("sys").modules)
 print(str(torch.ops.torchvision.nms.default._schema))
 """
-DEFINED = "operators = torch.library.Library('torchvision', 'DEF'); operators.define('nms(Tensor boxes) -> Tensor')"
+DEFINED = (
+    "operators = torch.library.Library('torchvision', 'DEF'); operators.define('nms(Tensor boxes) -> Tensor')"
+)
 
 
 @pytest.mark.drawn(1)
@@ -26,7 +30,9 @@ DEFINED = "operators = torch.library.Library('torchvision', 'DEF'); operators.de
         pytest.param(
             DEFINED,
             "torchvision::nms(Tensor boxes) -> Tensor",
-            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torchvision's own operators load"),
+            marks=pytest.mark.skipif(
+                torch.version.cuda is not None, reason="torchvision's own operators load"
+            ),
         ),
     ],
 )

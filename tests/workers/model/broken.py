@@ -1,6 +1,8 @@
-"""Models that rows, or the engine's output layer, would compute wrongly without a word: each breaks one promise.
+"""Models that rows, or the engine's output layer, would compute wrongly without a word: each breaks one
+promise.
 
-They are Qwen2 with a change in the code and none in config.json, so that no list of names or settings can tell.
+They are Qwen2 with a change in the code and none in config.json, so that no list of names or settings can
+tell.
 """
 
 import json
@@ -33,8 +35,9 @@ class OneShape(Qwen2MLP):
 
 
 class Fades(Qwen2MLP):
-    """As Llama 4 with `attn_temperature_tuning`: counts from the beginning of the row, and changes at a length that no
-    short row reaches."""
+    """As Llama 4 with `attn_temperature_tuning`: counts from the beginning of the row, and changes at a
+    length that no short row reaches.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         floors = torch.arange(hidden_states.shape[1], device=hidden_states.device) // self.floor_scale

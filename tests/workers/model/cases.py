@@ -1,4 +1,6 @@
-"""What is computed (Case), on which ranks (Way) and in which micro-batches (random_plan); what comes out (Outcome)."""
+"""What is computed (Case), on which ranks (Way) and in which micro-batches (random_plan); what comes out
+(Outcome).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +59,9 @@ class Case:
     forward_layout: str = "same"
     length_multiple: int = 1
     share_prefixes: str = "never"
-    shared_by: str = "tree"  # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
+    shared_by: str = (
+        "tree"  # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
+    )
     router_replay: str = "none"
     router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
     lora: tuple[tuple[str, Any], ...] = ()
@@ -70,7 +74,11 @@ class Case:
     @property
     def taught(self) -> DistillationConfig:
         over, divergence = self.distillation
-        return DistillationConfig(coefficient=0.7, over=over, divergence=divergence, top_k=3) if over else NOT_TAUGHT
+        return (
+            DistillationConfig(coefficient=0.7, over=over, divergence=divergence, top_k=3)
+            if over
+            else NOT_TAUGHT
+        )
 
     @property
     def tolerance(self) -> float:
@@ -123,10 +131,17 @@ class Way:
     @property
     def dp(self) -> int:
         parallel = self.parallel
-        return self.ranks // (parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel)
+        return self.ranks // (
+            parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel
+        )
 
 
-NAMES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "virtual": "virtual_stages", "copies": "replicate"}
+NAMES = {
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "virtual": "virtual_stages",
+    "copies": "replicate",
+}
 NAMES |= {"ulysses": "context_parallel", "ring": "context_parallel", "ep": "expert_parallel"}
 
 
@@ -143,7 +158,9 @@ def way(text: str) -> Way:
     deferred = "deferred" in text
     parallel = ParallelConfig(**settings, context_parallel_degree=degree, defer_gradient_reduction=deferred)
     dp = sizes.get("dp", parallel.replicate)
-    return Way(dp * parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel, parallel)
+    return Way(
+        dp * parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel, parallel
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +173,9 @@ class RankShare:
 
 
 def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
-    """Sequences in random order; ranks with at least one; micro-batches of any size, none included, in random order."""
+    """Sequences in random order; ranks with at least one; micro-batches of any size, none included, in random
+    order.
+    """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
     bounds = (torch.randperm(count - 1, generator=generator)[: dp - 1] + 1).sort().values.tolist()
@@ -165,7 +184,9 @@ def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
     for rows in order.tensor_split(bounds):
         cuts = torch.randint(0, len(rows) + 1, (steps - 1,), generator=generator).sort().values.tolist()
         spans = list(zip([0, *cuts], [*cuts, len(rows)], strict=True))
-        shares.append(RankShare(rows.tolist(), [spans[i] for i in torch.randperm(steps, generator=generator)]))
+        shares.append(
+            RankShare(rows.tolist(), [spans[i] for i in torch.randperm(steps, generator=generator)])
+        )
     return shares
 
 
@@ -197,7 +218,9 @@ def seed_with_gaps(dp: int, first: int) -> int:
 
 @dataclass
 class Outcome:
-    """outputs: by row of the mini-batch, [L, 2], log-probs and entropies, or values and the score of the sequence."""
+    """outputs: by row of the mini-batch, [L, 2], log-probs and entropies, or values and the score of the
+    sequence.
+    """
 
     outputs: dict[int, Tensor]
     metrics: dict[str, float]
@@ -206,7 +229,9 @@ class Outcome:
 
 
 def recorded_choices(sequences: DataProto, layers: int) -> Tensor:
-    """uint8 [T, layers, 2]: two of four experts, the same where sequences begin alike; 255 for each last token."""
+    """uint8 [T, layers, 2]: two of four experts, the same where sequences begin alike; 255 for each last
+    token.
+    """
     ids, ends = sequences.tokens["input_ids"], sequences.lengths.cumsum(0)
     places = torch.arange(len(ids)) - torch.repeat_interleave(ends - sequences.lengths, sequences.lengths)
     mixed = (7 * ids + 3 * places)[:, None] + 5 * torch.arange(layers)

@@ -15,9 +15,16 @@ PARALLEL = {each.name for each in fields(ParallelConfig)}
 
 
 def build_engine(
-    path: str, *, optimizer: OptimizerConfig | None = ADAMW, head: str = "lm", offload: bool = False, **settings: Any
+    path: str,
+    *,
+    optimizer: OptimizerConfig | None = ADAMW,
+    head: str = "lm",
+    offload: bool = False,
+    **settings: Any,
 ) -> TrainingEngine:
-    """Build an engine in float64. offload: the optimiser's state. settings: of ModelConfig and ParallelConfig."""
+    """Build an engine in float64. offload: the optimiser's state. settings: of ModelConfig and
+    ParallelConfig.
+    """
     parallel = ParallelConfig(**{name: settings.pop(name) for name in PARALLEL & settings.keys()})
     model = ModelConfig(path=path, **{"dtype": "float64"} | settings)
     roles = {"optimizer": optimizer, "optimizer_offload": offload, "total_steps": 10, "head": head}

@@ -38,7 +38,13 @@ from workers.config.roles import ModelConfig, ParallelConfig, ValueLossConfig
 from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, make_policy_loss, make_score_loss, make_value_loss, weighted_values
+from workers.model.losses import (
+    Denominators,
+    make_policy_loss,
+    make_score_loss,
+    make_value_loss,
+    weighted_values,
+)
 from workers.model.losses.distillation import TopTokens, hidden_states, log_probs
 from workers.model.sharding.parallel import full_tensor
 
@@ -95,7 +101,10 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
         columns = list(engine.log_probs_and_entropies(mine, share.micro_batches)[:2])
     else:
         scores = engine.scores(mine, share.micro_batches)
-        columns = [engine.values(mine, share.micro_batches)[0], torch.repeat_interleave(scores.float(), mine.lengths)]
+        columns = [
+            engine.values(mine, share.micro_batches)[0],
+            torch.repeat_interleave(scores.float(), mine.lengths),
+        ]
     metrics = learn(engine, case, way, seed, mine)
     gradients = whole_gradients(engine)
     metrics |= engine.optimizer_step()
@@ -119,7 +128,9 @@ def own_share(engine: TrainingEngine, case: Case, way: Way, seed: int) -> tuple[
     plan = random_plan_by_step(way.dp * context.size(), way.parallel.context_degrees, seed)
     share = plan[dp_rank(parallel) * context.size() + context.get_local_rank()]
     mine = case.sequences.select_idxs(share.rows)
-    return share, replace(mine, columns=mine.columns | {CONTEXT_DEGREE: torch.tensor(share.degrees, dtype=torch.int64)})
+    return share, replace(
+        mine, columns=mine.columns | {CONTEXT_DEGREE: torch.tensor(share.degrees, dtype=torch.int64)}
+    )
 
 
 def leads(engine: TrainingEngine) -> bool:
@@ -129,12 +140,22 @@ def leads(engine: TrainingEngine) -> bool:
 
 
 def taught(
-    engine: TrainingEngine, case: Case, path: str, way: Way, mine: DataProto, micro_batches: list[tuple[int, int]]
+    engine: TrainingEngine,
+    case: Case,
+    path: str,
+    way: Way,
+    mine: DataProto,
+    micro_batches: list[tuple[int, int]],
 ) -> DataProto:
     """Add the columns that another engine, the teacher's, gives these ranks."""
     model = ModelConfig(path=teacher_of(path), dtype=case.dtype, share_prefixes=case.share_prefixes)
     teacher = TrainingEngine(
-        model, optimizer=None, total_steps=1, device="cpu", temperature=case.temperature, parallel=way.parallel
+        model,
+        optimizer=None,
+        total_steps=1,
+        device="cpu",
+        temperature=case.temperature,
+        parallel=way.parallel,
     )
     keep_float64(case, teacher.module.model)
     over = case.distillation[0]
@@ -143,7 +164,9 @@ def taught(
         found = {"teacher_log_probs": torch.from_numpy(column)}
     elif over == "top_k":
         columns = teacher.read_outputs(mine, micro_batches, TopTokens(case.taught.top_k, VOCABULARY))
-        found = dict(zip(("teacher_top_ids", "teacher_top_log_probs"), map(torch.from_numpy, columns), strict=True))
+        found = dict(
+            zip(("teacher_top_ids", "teacher_top_log_probs"), map(torch.from_numpy, columns), strict=True)
+        )
     else:
         (column,) = teacher.read_outputs(mine, micro_batches, hidden_states)
         engine.teacher_layer, found = teacher.output_layer(), {"teacher_hidden": torch.from_numpy(column)}
@@ -160,7 +183,9 @@ def learn(engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataPro
             mine = replace(mine, columns=mine.columns | {"coefficient": slopes(engine, whole, share, mine)})
         return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole), "own")
     return merge(
-        engine.forward_backward(mine, share.micro_batches[call :: case.calls], loss, Denominators.of(whole, GROUPS))
+        engine.forward_backward(
+            mine, share.micro_batches[call :: case.calls], loss, Denominators.of(whole, GROUPS)
+        )
         for call in range(case.calls)
     )
 
@@ -178,7 +203,9 @@ def slopes(engine: TrainingEngine, whole: DataProto, share: RankShare, mine: Dat
 
 
 def whole_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Of the whole model by name, on every rank; a weight that two stages hold has the sum of its gradients."""
+    """Of the whole model by name, on every rank; a weight that two stages hold has the sum of its
+    gradients.
+    """
     stage, parameters = engine.stage, engine.module.model.named_parameters()
     mine = {name: full_tensor(each.grad).clone() for name, each in parameters if each.grad is not None}
     whole: dict[str, Tensor] = {}
@@ -195,18 +222,23 @@ def join_ranks(parts: list[dict[str, Any]]) -> Outcome:
     outputs = {row: values for part in leaders for row, values in part["outputs"].items()}
     for part in parts:
         for row, values in part["outputs"].items():
-            torch.testing.assert_close(values, outputs[row], rtol=0, atol=0)  # the same on every rank of a dp group
+            torch.testing.assert_close(
+                values, outputs[row], rtol=0, atol=0
+            )  # the same on every rank of a dp group
     metrics = results(merge(part["metrics"] for part in leaders))
     return Outcome(outputs, metrics, parts[0]["gradients"], parts[0]["weights"])
 
 
 def assert_same(case: Case, actual: Outcome, expected: Outcome) -> None:
-    left_out = {LOAD, "router_mismatch"} if case.share_prefixes == "always" else set()  # a shared token counts once
+    left_out = (
+        {LOAD, "router_mismatch"} if case.share_prefixes == "always" else set()
+    )  # a shared token counts once
     if case.scored:  # the update's own loss of pairs is the weighted sum of scores
         left_out |= {"absolute_error", "accuracy", *["loss"] * (case.scored == "pairs")}
     left_out |= {"values", "returns", "returns_square", "value_error", "value_error_square"}
     found, known = (
-        {name: each for name, each in outcome.metrics.items() if name not in left_out} for outcome in (actual, expected)
+        {name: each for name, each in outcome.metrics.items() if name not in left_out}
+        for outcome in (actual, expected)
     )
     assert found == pytest.approx(known, rel=case.tolerance)
     assert actual.outputs.keys() == expected.outputs.keys()
@@ -239,7 +271,9 @@ def check(ranks: RankPool, text: str, cases: list[Case], paths: list[str]) -> No
 
 
 class CountedCalls(TorchDispatchMode):
-    """Counts operators by name. (torch's CommDebugMode loses track of modules that are called in a backward pass.)"""
+    """Counts operators by name. (torch's CommDebugMode loses track of modules that are called in a backward
+    pass.)
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
     results = ranks.run(function, 2, *arguments)         function(*arguments) on ranks 0 and 1; results in rank order
 
-Every call gets a new default process group of exactly that many ranks, so that the function sees what it would see
-under torchrun, and nothing of the calls before it. Function, arguments and results travel as pickles: the function is
-one of a module's top level, DTensors do not travel.
+Every call gets a new default process group of exactly that many ranks, so that the function sees what it
+would see under torchrun, and nothing of the calls before it. Function, arguments and results travel as
+pickles: the function is one of a module's top level, DTensors do not travel.
 """
 
 import faulthandler
@@ -23,10 +23,15 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ["pytest", "hypothesis", "workers.model.engine", "controller.actors.launch"]
-PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "transformers.processing_utils"]  # of most tests' models
+PRELOADED += [
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.processing_utils",
+]  # of most tests' models
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0
-CALLS_OF_A_PROCESS = 8  # torch caches meshes with their groups, whose threads wake a hundred times a second for good
+CALLS_OF_A_PROCESS = (
+    8  # torch caches meshes with their groups, whose threads wake a hundred times a second for good
+)
 
 
 class RankError(Exception):
@@ -34,7 +39,9 @@ class RankError(Exception):
 
 
 class RankPool:
-    """Processes that run functions as the ranks of a process group. They start with the first call that needs them."""
+    """Processes that run functions as the ranks of a process group. They start with the first call that needs
+    them.
+    """
 
     def __init__(self, size: int = 4) -> None:
         self._size = size
@@ -44,21 +51,27 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
-        """`function(*arguments)` on `count` ranks; its results in rank order. A pool that is smaller starts anew.
+        """`function(*arguments)` on `count` ranks; its results in rank order. A pool that is smaller starts
+        anew.
 
-        Raises RankError if it raises on a rank or takes longer than `TIMEOUT_S`; the pool then starts anew. A call with
-        a segmentation fault is made once more, with a warning: threads of gloo's have one now and then.
+        Raises RankError if it raises on a rank or takes longer than `TIMEOUT_S`; the pool then starts anew. A
+        call with a segmentation fault is made once more, with a warning: threads of gloo's have one now and
+        then.
         """
         answers = self._call(function, count, *arguments)
         if any(process.exitcode == -signal.SIGSEGV for process in self._processes):
-            warnings.warn("a rank had a segmentation fault (its stack is in stderr): called once more", stacklevel=2)
+            warnings.warn(
+                "a rank had a segmentation fault (its stack is in stderr): called once more", stacklevel=2
+            )
             self.stop()
             answers = self._call(function, count, *arguments)
         failures = [f"rank {rank} of {count}:\n{text}" for rank, (done, text) in answers.items() if not done]
         if failures or len(answers) < count:
             silent = sorted(set(range(count)) - set(answers))
             self.stop()
-            raise RankError("\n".join([*failures, *(f"rank {rank} of {count} gave no answer" for rank in silent)]))
+            raise RankError(
+                "\n".join([*failures, *(f"rank {rank} of {count} gave no answer" for rank in silent)])
+            )
         if self._calls % CALLS_OF_A_PROCESS == 0:
             self.stop()  # others are forked in a moment
         return [answers[rank][1] for rank in range(count)]
@@ -89,7 +102,10 @@ class RankPool:
                 except EOFError:
                     process = self._processes[waiting[connection]]
                     process.join(GRACE_S)
-                    answers[waiting[connection]] = (False, f"the process ended with exit code {process.exitcode}")
+                    answers[waiting[connection]] = (
+                        False,
+                        f"the process ended with exit code {process.exitcode}",
+                    )
         return answers
 
     def _start(self) -> None:
@@ -138,7 +154,9 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
     import torch.distributed as dist
 
     timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout
+    )
     try:
         return function(*arguments)
     finally:
@@ -164,8 +182,9 @@ def gloo_loops() -> int:
 
 
 def forget_meshes() -> None:
-    """Clear what torch caches of DTensors: it holds the groups of a mesh that is gone, and would take them for those of
-    the next call's, if that is equal."""
+    """Clear what torch caches of DTensors: it holds the groups of a mesh that is gone, and would take them
+    for those of the next call's, if that is equal.
+    """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._collective_utils import MeshTopoInfo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

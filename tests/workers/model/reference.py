@@ -39,7 +39,9 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     sequences = case.sequences
     mismatch = replay_routers(model, sequences, case.router_replay)
     load, routers = expert_load(model), router_losses(model, case.router_losses)
-    outputs, loss, metrics = (policy_reference if case.head == "lm" else value_reference)(case, model, sequences)
+    outputs, loss, metrics = (policy_reference if case.head == "lm" else value_reference)(
+        case, model, sequences
+    )
     added, measured = routers()
     (loss + added).backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
@@ -54,11 +56,15 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     )
 
 
-def policy_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[Tensor], Tensor, dict[str, float]]:
+def policy_reference(
+    case: Case, model: Any, sequences: DataProto
+) -> tuple[list[Tensor], Tensor, dict[str, float]]:
     distributions = list(unpacked_distributions(model, sequences, case.temperature))
     found = log_probs_in(distributions, sequences)
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
-    outputs = [(torch.stack(both, -1) * mask[:, None]).detach() for both, mask in zip(found, masks, strict=True)]
+    outputs = [
+        (torch.stack(both, -1) * mask[:, None]).detach() for both, mask in zip(found, masks, strict=True)
+    ]
     distances = None
     if case.distillation[0]:
         distances = divergences(case, teacher_of(model.name_or_path), sequences, distributions)
@@ -92,7 +98,9 @@ def divergences(case: Case, path: str, sequences: DataProto, students: list[Tens
         else:
             top = log_q[:, : log_p.shape[-1]].topk(case.taught.top_k).indices
             parts = [each.exp().gather(-1, top) for each in (log_p, log_q)]
-            distance = divergence(kind, *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts))
+            distance = divergence(
+                kind, *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts)
+            )
         found.append(torch.cat([log_p.new_zeros(1), distance]))
     return found
 
@@ -107,7 +115,9 @@ def divergence(kind: str, p: Tensor, q: Tensor) -> Tensor:
     return {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2}[kind]
 
 
-def value_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[Tensor], Tensor, dict[str, float]]:
+def value_reference(
+    case: Case, model: Any, sequences: DataProto
+) -> tuple[list[Tensor], Tensor, dict[str, float]]:
     """A value stands at the token it is a value before: the hidden state one earlier."""
     found = unpacked_values(model, sequences)
     values = torch.cat([torch.cat([each[:1] * 0, each[:-1]]) for each in found])
@@ -121,7 +131,9 @@ def value_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[
 
 
 def score_reference(name: str, scores: Tensor, sequences: DataProto) -> Tensor:
-    """Of scores at the tokens with `loss_mask`, as the papers write it. Pairs are of sequences 0 and 1, 2 and 3, ..."""
+    """Of scores at the tokens with `loss_mask`, as the papers write it. Pairs are of sequences 0 and 1, 2 and
+    3, ...
+    """
     if name == "process":
         right, y = scores.sigmoid(), sequences.tokens["label"][sequences.tokens["loss_mask"]]
         return -(y * right.log() + (1 - y) * (1 - right).log()).mean()
@@ -143,8 +155,12 @@ def merged_weights(model: Any, lora: LoraConfig) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): weight for name, weight in state.items()}
 
 
-def replay_routers(model: torch.nn.Module, sequences: DataProto, setting: str) -> Callable[[], dict[str, float]]:
-    """Let the routers of a Qwen3-MoE choose as recorded, sequence after sequence; the metric of its passes."""
+def replay_routers(
+    model: torch.nn.Module, sequences: DataProto, setting: str
+) -> Callable[[], dict[str, float]]:
+    """Let the routers of a Qwen3-MoE choose as recorded, sequence after sequence; the metric of
+    its passes.
+    """
     if setting == "none":
         return dict
     recorded = sequences.tokens["routed_experts"].long().split(sequences.lengths.tolist())
@@ -157,7 +173,9 @@ def replay_routers(model: torch.nn.Module, sequences: DataProto, setting: str) -
             passes[layer] += 1
             known = choice[:, :1] < 255
             compared.append(2 * int(known.sum()))
-            differing.append(sum(one not in mine for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]])))
+            differing.append(
+                sum(one not in mine for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]]))
+            )
             if setting == "compare":
                 return outputs
             choice = torch.where(known, choice, own)
@@ -180,10 +198,15 @@ def expert_load(model: torch.nn.Module) -> Callable[[], dict[str, float]]:
     for module in model.modules():
         if hasattr(module, "experts"):
             chosen[module.experts] = []
-            module.experts.register_forward_pre_hook(lambda experts, given: chosen[experts].append(given[1].flatten()))
+            module.experts.register_forward_pre_hook(
+                lambda experts, given: chosen[experts].append(given[1].flatten())
+            )
 
     def load() -> dict[str, float]:
-        counts = [torch.bincount(torch.cat(taken), minlength=experts.num_experts) for experts, taken in chosen.items()]
+        counts = [
+            torch.bincount(torch.cat(taken), minlength=experts.num_experts)
+            for experts, taken in chosen.items()
+        ]
         worst = [float(count.max() / count.double().mean()) for count in counts]
         return {LOAD: max(worst)} if worst else {}
 
@@ -206,8 +229,12 @@ def router_losses(
 
     def losses() -> tuple[Tensor, dict[str, float]]:
         layers = passes.values()
-        balance = torch.stack([torch.stack([balance_loss(*each) for each in layer]).mean() for layer in layers])
-        z = torch.stack([torch.cat([logits for logits, _ in layer]).logsumexp(-1).square().mean() for layer in layers])
+        balance = torch.stack(
+            [torch.stack([balance_loss(*each) for each in layer]).mean() for layer in layers]
+        )
+        z = torch.stack(
+            [torch.cat([logits for logits, _ in layer]).logsumexp(-1).square().mean() for layer in layers]
+        )
         metrics = {"router_aux_loss": balance.mean().item(), "router_z_loss": z.mean().item()}
         kept = {name: metrics[name] for name, each in zip(metrics, coefficients, strict=True) if each}
         return coefficients[0] * balance.sum() + coefficients[1] * z.sum(), kept
@@ -238,7 +265,9 @@ def reference_loss(
         if not mask.any():
             continue
         log_probs, entropy = log_probs[mask], entropy[mask]
-        old, reference, rollout = (part.tokens[f"{name}_log_probs"][mask] for name in ("old", "reference", "rollout"))
+        old, reference, rollout = (
+            part.tokens[f"{name}_log_probs"][mask] for name in ("old", "reference", "rollout")
+        )
         advantage = part.columns["advantages"]
         ratio = (log_probs - old).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -254,10 +283,15 @@ def reference_loss(
         by_sequence.append(losses if added is None else losses + added[index][mask])
         approximate_kl = ratio.log() - 1 + 1 / ratio
         was_clipped = (clipped * advantage < ratio * advantage).double()
-        watched.append(torch.stack([was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]).detach())
+        watched.append(
+            torch.stack([was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]).detach()
+        )
     every = torch.cat(watched, dim=1)
     names = ["clip_fraction", "approximate_kl", "entropy", "reference_kl", "rollout_mismatch_mean"]
-    metrics = {**dict(zip(names, every.mean(1).tolist(), strict=True)), "rollout_mismatch_max": float(every[4].max())}
+    metrics = {
+        **dict(zip(names, every.mean(1).tolist(), strict=True)),
+        "rollout_mismatch_max": float(every[4].max()),
+    }
     if distances is not None:
         metrics["teacher_divergence"] = float(torch.cat(taught).mean())
     return aggregated(by_sequence, owners, config), metrics
@@ -279,7 +313,9 @@ def aggregated(by_sequence: list[Tensor], owners: list[int], config: LossConfig)
 
 
 def reference_update(model: torch.nn.Module) -> None:
-    """The first AdamW step by hand: corrected moments are the gradient and its square. Half the peak rate: warm-up."""
+    """The first AdamW step by hand: corrected moments are the gradient and its square. Half the peak rate:
+    warm-up.
+    """
     rate = OPTIMIZER.learning_rate / 2
     with torch.no_grad():
         for name, parameter in model.named_parameters():

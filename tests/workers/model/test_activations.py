@@ -1,4 +1,6 @@
-"""Offloaded activations come back as they were, also when every copy happens as late as a second stream allows."""
+"""Offloaded activations come back as they were, also when every copy happens as late as a second stream
+allows.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -50,7 +52,9 @@ def layers() -> nn.ModuleList:
 
 
 def gradients(stack: nn.ModuleList, hooks: saved_tensors_hooks | None) -> list[Tensor]:
-    hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    hidden = torch.randn(
+        5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).requires_grad_()
     first = hidden
     with hooks or saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         for layer in stack:
@@ -62,20 +66,27 @@ def test_gradients_are_the_same_however_late_the_copies_are():
     late = LateCopies()
     activations = HostActivations(late)
     expected = gradients(layers(), None)
-    for hooks in (saved_tensors_hooks(activations.save, activations.load), activations_on_host(torch.device("cpu"))):
+    for hooks in (
+        saved_tensors_hooks(activations.save, activations.load),
+        activations_on_host(torch.device("cpu")),
+    ):
         assert all(map(torch.equal, gradients(layers(), hooks), expected))
     assert late.most_waiting == MOST_LEAVING
 
 
 def test_a_tensor_is_fetched_while_the_layer_after_it_is_computed():
-    """Before the computation waits for tensor i, the copy of tensor i - 1 has begun; none is fetched twice."""
+    """Before the computation waits for tensor i, the copy of tensor i - 1 has begun; none is
+    fetched twice.
+    """
     late = LateCopies()
     activations = HostActivations(late)
     saved = [activations.save(torch.full((2,), float(index))) for index in range(4)]
     begun = len(late.log)
     loaded = [activations.load(entry) for entry in reversed(saved)]
     assert [float(tensor[0]) for tensor in loaded] == [3, 2, 1, 0]
-    backward = [event for event in late.log[begun:] if event[1] >= 4]  # copies 0 to 3 went out, 4 to 7 come back
+    backward = [
+        event for event in late.log[begun:] if event[1] >= 4
+    ]  # copies 0 to 3 went out, 4 to 7 come back
     expected = "copy 4, copy 5, wait 4, copy 6, wait 5, copy 7, wait 6, wait 7"
     assert ", ".join(f"{what} {number}" for what, number in backward) == expected
 

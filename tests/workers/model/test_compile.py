@@ -26,10 +26,13 @@ from workers.model.rules.model_rules import compiles
 from workers.model.sharding.parallel import full_tensor
 
 GRAPHS_OF_A_LAYER = 4
-"""Before attention the norm, and q, k, v with the rotary embedding; after it the output layer, and the rest."""
+"""Before attention the norm, and q, k, v with the rotary embedding; after it the output layer,
+and the rest.
+"""
 KINDS_OF_PASS = 8
-"""With gradient or without, of inputs that require one or not (the first layer's), of one token (an empty micro-batch)
-or more."""
+"""With gradient or without, of inputs that require one or not (the first layer's), of one token (an empty
+micro-batch) or more.
+"""
 
 
 def trained(
@@ -73,10 +76,14 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     return max(relative_error(*pair) for pair in zip(actual, expected, strict=True))
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: Any) -> tuple[list[Tensor], list[int]]:
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: Any
+) -> tuple[list[Tensor], list[int]]:
     counter, graphs = CompileCounterWithBackend(backend), []
     monkeypatch.setattr(compiling, "BACKEND", counter)
-    return trained(path, compile="always", after_step=lambda: graphs.append(counter.frame_count), **model), graphs
+    return trained(
+        path, compile="always", after_step=lambda: graphs.append(counter.frame_count), **model
+    ), graphs
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Copies between host and device: what arrives is what was sent, and the host waits for none within a micro-batch."""
+"""Copies between host and device: what arrives is what was sent, and the host waits for none within a
+micro-batch.
+"""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -67,6 +69,8 @@ def waits_and_copies() -> dict[str, tuple[float, float]]:
 
 
 def test_the_host_does_not_wait_for_the_device_within_a_micro_batch():
-    """It did at each of 15 copies. Now a copy brings the row, one its segments, and one the loss's columns."""
+    """It did at each of 15 copies. Now a copy brings the row, one its segments, and one the
+    loss's columns.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(waits_and_copies).result() == {"update": (0, 3), "log_probs": (0, 3)}

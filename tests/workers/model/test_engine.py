@@ -138,8 +138,12 @@ def test_the_log_probs_of_a_training_pass_are_those_of_a_forward_pass(path):
 def test_settings_of_one_step_are_of_this_step_alone(path):
     """A step with settings equals one of an engine configured so, and the next is as configured."""
     sequences = random_sequences(dtype=torch.float32)
-    given = StepSettings(learning_rate=3e-3, beta1=0.5, beta2=0.7, epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.01)
-    same = {name: getattr(given, name) for name in ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")}
+    given = StepSettings(
+        learning_rate=3e-3, beta1=0.5, beta2=0.7, epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.01
+    )
+    same = {
+        name: getattr(given, name) for name in ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")
+    }
     engine, configured = build(path), build(path, optimizer=OptimizerConfig(learning_rate=3e-3, **same))
     taken = []
     for each, settings in ((engine, given), (configured, StepSettings())):
@@ -154,7 +158,10 @@ def test_settings_of_one_step_are_of_this_step_alone(path):
 
 
 def test_a_setting_that_the_optimiser_lacks_is_refused(path):
-    engine, sequences = build(path, optimizer=OptimizerConfig(name="sgd")), random_sequences(dtype=torch.float32)
+    engine, sequences = (
+        build(path, optimizer=OptimizerConfig(name="sgd")),
+        random_sequences(dtype=torch.float32),
+    )
     engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
     with refused("policy.optimizer.name=sgd"):
         engine.optimizer_step(StepSettings(beta1=0.5))

@@ -1,7 +1,9 @@
-"""The promise of the engine: how a mini-batch is cut, laid out and spread over ranks changes nothing beyond rounding.
+"""The promise of the engine: how a mini-batch is cut, laid out and spread over ranks changes nothing beyond
+rounding.
 
-Every case learns what transformers' own forward pass does, one unpadded sequence at a time, in float64: under plans in
-shuffled order with empty micro-batches, on every kind of mesh. Cases of one mesh share a group of ranks.
+Every case learns what transformers' own forward pass does, one unpadded sequence at a time, in float64: under
+plans in shuffled order with empty micro-batches, on every kind of mesh. Cases of one mesh share a group of
+ranks.
 """
 
 from dataclasses import replace
@@ -16,7 +18,14 @@ from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.cases import OPTIMIZER, Case, Way, random_plan, way
-from tests.workers.model.exact import CountedCalls, assert_gradients, build_engine, check, learn, whole_gradients
+from tests.workers.model.exact import (
+    CountedCalls,
+    assert_gradients,
+    build_engine,
+    check,
+    learn,
+    whole_gradients,
+)
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import reference_outcome
 from tests.workers.model.tiny import (
@@ -61,13 +70,18 @@ PADDED = Case(layout="padded", length_multiple=8, aggregation="sequence_mean_tok
 FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
 GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean")
 CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing="full")
-MIXED: dict[str, Any] = {"gradient_checkpointing": "full", "recompute_num_layers": 1}  # the others are selective
+MIXED: dict[str, Any] = {
+    "gradient_checkpointing": "full",
+    "recompute_num_layers": 1,
+}  # the others are selective
 OFFLOADED = Case("mistral", tied=False, activation_offload=True, optimizer_offload=True, **MIXED)
 SHARED = Case(share_prefixes="always", shared_by="level")
 SHARED_IN_CALLS = replace(SHARED, calls=3)
 BY_PATH = Case(share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm")
 BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
-SHARED_CHECKPOINTED = Case("llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level")
+SHARED_CHECKPOINTED = Case(
+    "llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level"
+)
 DEEP = Case(layers=5)
 BOTH = (0.5, 0.1)  # losses of routers
 REPLAYED_CHECKPOINTED = moe(tied=True, router_replay="replay", layers=4, router_losses=BOTH, **MIXED)
@@ -279,7 +293,9 @@ def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[di
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
-@pytest.mark.parametrize("text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"])
+@pytest.mark.parametrize(
+    "text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"]
+)
 def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
     path, on_ranks = model(folder, case), way(text)
     for gradients in ranks.run(gradients_of_plans, on_ranks.ranks, case, path, on_ranks, range(6))[0]:
@@ -287,7 +303,9 @@ def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
 
 
 def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
-    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments)
+    engine = TrainingEngine(
+        ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments
+    )
     sequences = random_sequences(dtype=torch.float32)
     steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
     with CountedCalls() as calls:
@@ -308,7 +326,9 @@ def test_a_configuration_says_when_gradients_are_reduced(
     ranks: RankPool, folder, tmp_path, overrides: tuple[str, ...], scatters: int, sums: int
 ):
     """By default in each of four micro-steps, and between copies of the model in the last."""
-    config = load(write_workspace(tmp_path), ("policy.data_parallel=4", "model.share_prefixes=never", *overrides))
+    config = load(
+        write_workspace(tmp_path), ("policy.data_parallel=4", "model.share_prefixes=never", *overrides)
+    )
     settings = worker_arguments(config, "policy")
     arguments = {name: settings[name] for name in ("device", "parallel")}
     units = 3  # two layers and the root

@@ -39,7 +39,9 @@ AGGREGATIONS = [
     "sequence_mean_token_sum_norm",
     "group_mean_token_mean",
 ]
-GROUPS = torch.tensor([0, 0, 1, 2, 1, 0, 3, 3, 2, 0, 2])  # sequence 1, alone without loss tokens, shares group 0
+GROUPS = torch.tensor(
+    [0, 0, 1, 2, 1, 0, 3, 3, 2, 0, 2]
+)  # sequence 1, alone without loss tokens, shares group 0
 
 
 def config_of(aggregation: str, **others: object) -> LossConfig:
@@ -56,7 +58,9 @@ def grouped(sequences: DataProto) -> DataProto:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_with_entropy_and_kl_equals_its_definition(aggregation):
     sequences = grouped(with_log_probs(random_sequences()))
-    config = config_of(aggregation, clip_low=0.1, clip_high=0.3, entropy_coefficient=0.01, kl_coefficient=0.05)
+    config = config_of(
+        aggregation, clip_low=0.1, clip_high=0.3, entropy_coefficient=0.01, kl_coefficient=0.05
+    )
     denominators = Denominators.of(sequences, GROUPS)
     predictions = predictions_of(sequences, sequences.tokens["log_probs"])
     loss, statistics = make_policy_loss(config)(predictions, denominators)
@@ -81,7 +85,9 @@ def test_loss_and_metrics_do_not_depend_on_how_the_mini_batch_is_cut(aggregation
 def test_weights_by_hand():
     predictions = tokens_of([0.0] * 4, [3, 1], group_tokens=[4.0] * 4)
     denominators = Denominators(tokens=8, sequences=4, groups=2)
-    weights = {name: token_weights(predictions, denominators, name, constant_length=10) for name in AGGREGATIONS}
+    weights = {
+        name: token_weights(predictions, denominators, name, constant_length=10) for name in AGGREGATIONS
+    }
     assert weights["token_mean"].tolist() == [1 / 8] * 4
     assert weights["sequence_mean_token_mean"].tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 12, 1 / 4])
     assert weights["sequence_mean_token_sum"].tolist() == [1 / 4] * 4
@@ -92,9 +98,13 @@ def test_weights_by_hand():
 def test_metrics_count_tokens_not_micro_batches():
     sequences = random_sequences()
     mask = sequences.tokens["loss_mask"]
-    log_probs = sequences.tokens["rollout_log_probs"] + torch.linspace(-1, 1, sequences.num_tokens, dtype=torch.float64)
+    log_probs = sequences.tokens["rollout_log_probs"] + torch.linspace(
+        -1, 1, sequences.num_tokens, dtype=torch.float64
+    )
     expected = (sequences.tokens["rollout_log_probs"] - log_probs).abs()[mask]
-    _, statistics = make_policy_loss(LossConfig())(predictions_of(sequences, log_probs), Denominators.of(sequences))
+    _, statistics = make_policy_loss(LossConfig())(
+        predictions_of(sequences, log_probs), Denominators.of(sequences)
+    )
     assert statistics["entropy"].count == "tokens"
     metrics = results(to_metrics([statistics]))
     assert metrics["rollout_mismatch_mean"] == pytest.approx(float(expected.mean()))
@@ -116,7 +126,9 @@ def test_sft_is_the_negative_log_likelihood_under_its_normaliser(aggregation):
     config = config_of(aggregation)
     lengths, mask = sequences.lengths.tolist(), sequences.tokens["loss_mask"]
     by_token = zip(sequences.tokens["log_probs"].split(lengths), mask.split(lengths), strict=True)
-    learned = [(-log_probs[mask], group) for (log_probs, mask), group in zip(by_token, GROUPS.tolist(), strict=True)]
+    learned = [
+        (-log_probs[mask], group) for (log_probs, mask), group in zip(by_token, GROUPS.tolist(), strict=True)
+    ]
     expected = aggregated(*zip(*[each for each in learned if len(each[0])], strict=True), config)
     loss_function = sft if aggregation == "token_mean" else make_sft_loss(aggregation, config.constant_length)
     loss, _, _ = computed_in_parts(sequences, [3, 7], loss_function, Denominators.of(sequences, GROUPS))
@@ -168,7 +180,9 @@ def test_p6_a_custom_loss_sees_the_packed_row_or_whole_sequences_one_by_one(aggr
     outcomes = []
     for name, cuts in itertools.product(["test_packed", "test_one_by_one"], [[], [2, 2, 9]]):
         loss_function = make_policy_loss(LossConfig(name, aggregation=aggregation, entropy_coefficient=0.1))
-        loss, gradients, statistics = computed_in_parts(sequences, cuts, loss_function, Denominators.of(sequences))
+        loss, gradients, statistics = computed_in_parts(
+            sequences, cuts, loss_function, Denominators.of(sequences)
+        )
         outcomes.append((loss, torch.cat(gradients), results(to_metrics(statistics))))
     for loss, gradient, metrics in outcomes[1:]:
         assert loss == pytest.approx(outcomes[0][0], rel=1e-12)
@@ -225,7 +239,9 @@ def test_a_custom_loss_that_cannot_be_used_is_refused(function, named):
 
 
 def test_a_loss_of_the_wrong_shape_is_refused():
-    policy_loss("test_wrong_shape", aggregation="token_mean")(lambda predictions, config: (torch.zeros(1), {}))
+    policy_loss("test_wrong_shape", aggregation="token_mean")(
+        lambda predictions, config: (torch.zeros(1), {})
+    )
     try:
         with refused("test_wrong_shape", DataError):
             make_policy_loss(LossConfig("test_wrong_shape"))(tokens_of([0.0] * 3), Denominators(3, 1))
@@ -245,9 +261,17 @@ ONE = Denominators(1, 1)
             DataError,
             lambda: make_policy_loss(LossConfig(kl_coefficient=0.1))(tokens_of([0.0], advantages=[1.0]), ONE),
         ),
-        ("Denominators.groups", DataError, lambda: token_weights(tokens_of([0.0]), ONE, "group_mean_token_mean")),
+        (
+            "Denominators.groups",
+            DataError,
+            lambda: token_weights(tokens_of([0.0]), ONE, "group_mean_token_mean"),
+        ),
         ("aggregation=median", ConfigError, lambda: token_weights(tokens_of([0.0]), ONE, "median")),
-        ("constant_length", ConfigError, lambda: token_weights(tokens_of([0.0]), ONE, "sequence_mean_token_sum_norm")),
+        (
+            "constant_length",
+            ConfigError,
+            lambda: token_weights(tokens_of([0.0]), ONE, "sequence_mean_token_sum_norm"),
+        ),
         ("kl_estimator=k4", ConfigError, lambda: kl_estimate(torch.zeros(1), "k4")),
         ("ppo_clip", ConfigError, lambda: make_policy_loss(LossConfig(name="ppo"))),
         ("dual_clip=0.5", ConfigError, lambda: make_policy_loss(LossConfig(dual_clip=0.5))),

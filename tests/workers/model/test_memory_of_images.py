@@ -1,4 +1,6 @@
-"""The simulated GPU holds as much of a tower and its images as an update of the same engine allocates on a CPU."""
+"""The simulated GPU holds as much of a tower and its images as an update of the same engine allocates on a
+CPU.
+"""
 
 import json
 import os
@@ -128,7 +130,9 @@ def test_an_update_of_a_tower_takes_what_is_measured(
 
 
 def test_towers_take_memory_when_they_train_and_by_the_cap(measured: dict[str, dict[str, float]]) -> None:
-    """Frozen, a tower keeps nothing for a backward pass, and neither gradients nor a state of the optimiser."""
+    """Frozen, a tower keeps nothing for a backward pass, and neither gradients nor a state of the
+    optimiser.
+    """
     taken = {name: each["update"] - each["states"] for name, each in measured.items()}
     assert taken["text"] < taken["frozen"] < taken["capped"] < taken["llava"]
     assert measured["text"]["states"] == measured["frozen"]["states"] < measured["llava"]["states"]

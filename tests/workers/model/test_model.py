@@ -82,7 +82,9 @@ def test_weights_missing_from_the_file_are_not_made_up(path):
         load_model(ModelConfig(path=path), torch.float32)
 
 
-@pytest.mark.parametrize(("setting", "device", "chunk"), [(0, "cpu", 256), (0, "cuda", 2048), (64, "cuda", 64)])
+@pytest.mark.parametrize(
+    ("setting", "device", "chunk"), [(0, "cpu", 256), (0, "cuda", 2048), (64, "cuda", 64)]
+)
 def test_logits_exist_for_a_chunk_of_tokens_by_device(setting, device, chunk):
     assert ModelConfig(logprob_chunk_tokens=setting).chunk_tokens(device) == chunk
 

@@ -1,4 +1,6 @@
-"""At load the engine is compared with the model's own forward pass: exact models pass, and no broken one does."""
+"""At load the engine is compared with the model's own forward pass: exact models pass, and no broken one
+does.
+"""
 
 import pytest
 import torch
@@ -65,10 +67,18 @@ def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
     ("name", "layout", "message"),
     [
         ("louder", "packed", r"\(louder\): with model.layout=packed log-probs differ by up to [\d.]+ nats"),
-        ("louder", "padded", r"\(louder\): with model.layout=padded log-probs differ .*\. Take another model"),
+        (
+            "louder",
+            "padded",
+            r"\(louder\): with model.layout=padded log-probs differ .*\. Take another model",
+        ),
         ("leaking", "packed", r"\(leaking\): with model.layout=packed .*\. Set model.layout=padded"),
         ("fading", "packed", r"\(fading\): with model.layout=packed .*\. Set model.layout=padded"),
-        ("crashing", "packed", r"\(crashing\): model.layout=packed raises RuntimeError: view size is not compatible$"),
+        (
+            "crashing",
+            "packed",
+            r"\(crashing\): model.layout=packed raises RuntimeError: view size is not compatible$",
+        ),
     ],
 )
 def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and_difference(
@@ -84,7 +94,9 @@ def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and
 
 
 def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
-    packed, padded = (load_model(ModelConfig(path=path, layout=name), FLOAT32) for name in ("packed", "padded"))
+    packed, padded = (
+        load_model(ModelConfig(path=path, layout=name), FLOAT32) for name in ("packed", "padded")
+    )
 
     def refuse(model: object, name: str) -> None:
         raise ValueError(f"{name} is not supported")
@@ -141,9 +153,16 @@ def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(tmp_
         check_numerics(packed, config)
 
 
-@pytest.mark.parametrize(("window", "positions", "message"), [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")])
+@pytest.mark.parametrize(
+    ("window", "positions", "message"), [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")]
+)
 def test_a_length_that_the_model_is_built_with_is_exceeded_or_refused(tmp_path, window, positions, message):
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    sizes = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    }
     settings = {"vocab_size": 37, "window_size": window, "max_position_embeddings": positions}
     AutoModelForCausalLM.from_config(GPTNeoConfig(**sizes, **settings)).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), layout="padded")
@@ -166,7 +185,9 @@ def test_the_probe_is_within_the_models_positions(tmp_path):
 def trained_weights(path: str, check_numerics: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 2, "device": "cpu"}
-    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), check_numerics=check_numerics, **settings)
+    engine = TrainingEngine(
+        ModelConfig(path=path, dtype="float32"), check_numerics=check_numerics, **settings
+    )
     sequences = random_sequences(dtype=FLOAT32)
     for _ in range(2):
         engine.forward_backward(sequences, [(0, 11)], sft, Denominators.of(sequences))
@@ -180,7 +201,13 @@ def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(path):
 
 
 def refusal(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
-    settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_numerics": True, "head": head}
+    settings = {
+        "optimizer": OptimizerConfig(),
+        "total_steps": 1,
+        "device": "cpu",
+        "check_numerics": True,
+        "head": head,
+    }
     try:
         TrainingEngine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
     except UnsupportedModelError as error:
@@ -204,7 +231,16 @@ CONTEXT = ParallelConfig(context_parallel=2)
         ("qwen3_moe", "lm", ParallelConfig(expert_parallel=2)),
         ("qwen3_moe", "value", ParallelConfig(expert_parallel=2)),
     ],
-    ids=["ulysses", "ring", "tensor parallel", "copies", "shards", "value head", "experts", "experts, value head"],
+    ids=[
+        "ulysses",
+        "ring",
+        "tensor parallel",
+        "copies",
+        "shards",
+        "value head",
+        "experts",
+        "experts, value head",
+    ],
 )
 def test_engines_over_ranks_pass_the_check(ranks, tmp_path, family, head, parallel):
     assert ranks.run(refusal, 2, save_tiny_model(tmp_path, family), parallel, head) == ["", ""]

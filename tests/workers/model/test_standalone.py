@@ -1,11 +1,24 @@
-"""The engine runs where torch and transformers are installed and nothing else of this project's dependencies is."""
+"""The engine runs where torch and transformers are installed and nothing else of this project's dependencies
+is.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[3]
-ABSENT = ("ray", "vllm", "tensordict", "omegaconf", "peft", "numba", "tensorboard", "matplotlib", "pyarrow", "psutil")
+ABSENT = (
+    "ray",
+    "vllm",
+    "tensordict",
+    "omegaconf",
+    "peft",
+    "numba",
+    "tensorboard",
+    "matplotlib",
+    "pyarrow",
+    "psutil",
+)
 
 # A name that sys.modules maps to None cannot be imported, and is not found by those who only look for it.
 SCRIPT = f"""

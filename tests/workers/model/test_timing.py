@@ -47,7 +47,11 @@ def test_every_micro_batch_of_every_pass_of_the_engine_is_measured(tmp_path) -> 
     times = engine.clock.take()
     assert [found.name for found in times] == ["log_probs"] * 2 + ["update"] * 3
     cuts = [(0, 6), (6, 11), (0, 3), (3, 11), (0, 0)]
-    assert [found.tokens for found in times] == [int(sequences.lengths[start:stop].sum()) for start, stop in cuts]
+    assert [found.tokens for found in times] == [
+        int(sequences.lengths[start:stop].sum()) for start, stop in cuts
+    ]
     squares = sequences.lengths**2
-    assert [found.squared_tokens for found in times] == [int(squares[start:stop].sum()) for start, stop in cuts]
+    assert [found.squared_tokens for found in times] == [
+        int(squares[start:stop].sum()) for start, stop in cuts
+    ]
     assert all(found.seconds > 0 for found in times[:4])

@@ -15,7 +15,13 @@ from workers.batch.metrics import results
 from workers.config.roles import ModelConfig, OptimizerConfig, ValueLossConfig
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, ValuePredictions, explained_variance, make_value_loss, to_metrics
+from workers.model.losses import (
+    Denominators,
+    ValuePredictions,
+    explained_variance,
+    make_value_loss,
+    to_metrics,
+)
 from workers.model.rows.packing import pack, pad, read_last
 from workers.model.value_head import load_value_model
 
@@ -59,7 +65,11 @@ def for_a_critic() -> DataProto:
 def test_training_a_critic_explains_more_of_the_returns(tmp_path):
     sequences, path = for_a_critic(), save_tiny_model(tmp_path)
     engine = TrainingEngine(
-        ModelConfig(path=path, dtype="float64"), optimizer=OPTIMIZER, total_steps=30, device="cpu", head="value"
+        ModelConfig(path=path, dtype="float64"),
+        optimizer=OPTIMIZER,
+        total_steps=30,
+        device="cpu",
+        head="value",
     )
     assert not engine.values(sequences, [(0, 11)])[0].any()
     loss_function, explained = make_value_loss(ValueLossConfig(clip=0.0)), []
@@ -95,8 +105,9 @@ def predictions(values: Tensor, **columns: list[float]) -> ValuePredictions:
 
 
 def test_the_clipped_loss_by_hand():
-    # Returns are 1. From 0.0 to 0.8, clipped to 0.2: the worse error counts, without gradient. From 0.5 to 0.6: not
-    # clipped. From 2.0 to 1.5, clipped to 1.8: the worse again. From 0.9 to 1.5, clipped to 1.1: its own is worse.
+    # Returns are 1. From 0.0 to 0.8, clipped to 0.2: the worse error counts, without gradient. From 0.5 to
+    # 0.6: not clipped. From 2.0 to 1.5, clipped to 1.8: the worse again. From 0.9 to 1.5, clipped to 1.1: its
+    # own is worse.
     values = torch.tensor([0.8, 0.6, 1.5, 1.5], dtype=torch.float64, requires_grad=True)
     batch = predictions(values, returns=[1.0] * 4, old_values=[0.0, 0.5, 2.0, 0.9])
     loss, statistics = make_value_loss(ValueLossConfig(clip=0.2))(batch, Denominators(4, 1))

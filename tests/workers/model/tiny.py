@@ -110,7 +110,9 @@ def files_beside(folder: Path) -> dict[str, bytes]:
     """The files of a model but for weights, hidden ones and a card of ours, by name."""
     weights = (".safetensors", ".bin", ".gguf", ".index.json")
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.endswith(weights)}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.endswith(weights)
+    }
     return {name: content for name, content in found.items() if b"<!-- written by Ballast -->" not in content}
 
 
@@ -159,8 +161,8 @@ def branch(rows: list[Tensor], seed: int) -> None:
 def unpacked_log_probs(
     model: PreTrainedModel, sequences: DataProto, temperature: float = 1.0
 ) -> list[tuple[Tensor, Tensor]]:
-    """(log_probs, entropy), each [L], of every sequence run alone by transformers' own forward pass; position 0 holds
-    0.
+    """(log_probs, entropy), each [L], of every sequence run alone by transformers' own forward pass; position
+    0 holds 0.
     """
     return log_probs_in(unpacked_distributions(model, sequences, temperature), sequences)
 
@@ -177,7 +179,9 @@ def log_probs_in(distributions: Iterable[Tensor], sequences: DataProto) -> list[
     return outputs
 
 
-def unpacked_distributions(model: PreTrainedModel, sequences: DataProto, temperature: float = 1.0) -> Iterator[Tensor]:
+def unpacked_distributions(
+    model: PreTrainedModel, sequences: DataProto, temperature: float = 1.0
+) -> Iterator[Tensor]:
     """Log-probs [L - 1, V] of every sequence's tokens from its second on."""
     for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
         yield (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
@@ -185,7 +189,9 @@ def unpacked_distributions(model: PreTrainedModel, sequences: DataProto, tempera
 
 def reward_model(**overrides: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1, **overrides), dtype=torch.float64)
+    return AutoModelForSequenceClassification.from_config(
+        tiny_config(num_labels=1, **overrides), dtype=torch.float64
+    )
 
 
 def unpacked_values(model: PreTrainedModel, sequences: DataProto) -> list[Tensor]:
@@ -198,7 +204,9 @@ def unpacked_values(model: PreTrainedModel, sequences: DataProto) -> list[Tensor
 
 
 def compute_in_float64(model: PreTrainedModel) -> None:
-    """What transformers computes in float32, also in a float64 model: norms, and routers of Qwen3's experts."""
+    """What transformers computes in float32, also in a float64 model: norms, and routers of
+    Qwen3's experts.
+    """
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(_norm, module)
@@ -209,7 +217,9 @@ def compute_in_float64(model: PreTrainedModel) -> None:
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
-    return module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    return (
+        module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    )
 
 
 def _route(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,9 @@ WORKER = 'Worker("policy", RankCoordinates(index=0, dp=0, cp=0, tp=0, pp=0), 1)'
 def kept(begin: str) -> float:
     """Of the tensors' memory, the share that a new process still has after `begin` and the tensors."""
     run = [sys.executable, "-c", PROGRAM.format(begin=begin)]
-    return int(subprocess.run(run, capture_output=True, text=True, check=True).stdout) / (TENSORS * MIB * 2**20)
+    return int(subprocess.run(run, capture_output=True, text=True, check=True).stdout) / (
+        TENSORS * MIB * 2**20
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="about glibc")

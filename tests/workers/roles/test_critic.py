@@ -1,4 +1,6 @@
-"""The critic's advantages, against its model run on single sequences and the paper's sum, on any ranks and plan."""
+"""The critic's advantages, against its model run on single sequences and the paper's sum, on any ranks and
+plan.
+"""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -31,7 +33,10 @@ def scored_sequences() -> DataProto:
     sequences = random_sequences()
     return DataProto(
         sequences.lengths,
-        {name: sequences.tokens[name] for name in ("input_ids", "loss_mask", "old_log_probs", "reference_log_probs")},
+        {
+            name: sequences.tokens[name]
+            for name in ("input_ids", "loss_mask", "old_log_probs", "reference_log_probs")
+        },
         {"reward": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)},
     )
 
@@ -87,8 +92,12 @@ def share_of_this_rank(
 def on_a_rank(
     path: str, order: list[int], cap: int, context_parallel: int, degree: str
 ) -> tuple[Columns, Metrics, Metrics]:
-    """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an update."""
-    worker = worker_on_this_rank(CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2), degree)
+    """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an
+    update.
+    """
+    worker = worker_on_this_rank(
+        CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2), degree
+    )
     mine, plan = share_of_this_rank(scored_sequences().select_idxs(order), cap, context_parallel, degree)
     block, statistics = worker.advantages(mine, plan, GAE, PENALTY)
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
@@ -110,17 +119,24 @@ def expected_columns(path: str) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         alone = unpacked_values(model, sequences)
     split = penalties.split(sequences.lengths.tolist())
-    for value, mask, penalty, reward in zip(alone, masks, split, sequences.columns["reward"].tolist(), strict=True):
+    for value, mask, penalty, reward in zip(
+        alone, masks, split, sequences.columns["reward"].tolist(), strict=True
+    ):
         before, rewards = value[:-1][mask[1:]], (-penalty[mask]).tolist()
         if rewards:
             rewards[-1] += reward
         values.append(before)
-        advantages.append(torch.tensor(gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam), dtype=torch.float64))
+        advantages.append(
+            torch.tensor(gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam), dtype=torch.float64)
+        )
     raw, old = torch.cat(advantages), torch.cat(values)
     whitened = (raw - raw.mean()) / raw.std(correction=0)
     mask = sequences.tokens["loss_mask"]
     columns = {"old_values": old, "returns": raw + old, "advantages": whitened}
-    return {name: torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, c) for name, c in columns.items()}
+    return {
+        name: torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, c)
+        for name, c in columns.items()
+    }
 
 
 @pytest.mark.drawn(2)
@@ -153,8 +169,11 @@ def test_advantages_are_the_papers_whatever_the_plan(
     mask = scored_sequences().tokens["loss_mask"]
     returns, errors = expected["returns"][mask], (expected["returns"] - expected["old_values"])[mask]
     explained = 1 - errors.var(correction=0) / returns.var(correction=0)
-    assert explained_variance(merge(statistics for _, statistics, _ in leaders)) == pytest.approx(float(explained))
-    # The first update starts from the old values: nothing is clipped, and the loss is half the mean squared error.
+    assert explained_variance(merge(statistics for _, statistics, _ in leaders)) == pytest.approx(
+        float(explained)
+    )
+    # The first update starts from the old values: nothing is clipped, and the loss is half the mean squared
+    # error.
     updated = results(merge(metrics for _, _, metrics in leaders))
     assert updated["loss"] == pytest.approx(float(0.5 * errors.square().mean()), rel=1e-4)
     assert updated["value_clip_fraction"] == 0.0

@@ -1,4 +1,6 @@
-"""The policy's mean over groups, and REINFORCE++ token by token: what the definitions give, on any ranks and plan."""
+"""The policy's mean over groups, and REINFORCE++ token by token: what the definitions give, on any ranks and
+plan.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -91,7 +93,9 @@ def expected(path: str, aggregation: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("count", "cap", "algorithm"), PLANS)
-def test_the_mean_over_groups_is_its_definition_whatever_the_plan(count, cap, algorithm, tmp_path, ranks) -> None:
+def test_the_mean_over_groups_is_its_definition_whatever_the_plan(
+    count, cap, algorithm, tmp_path, ranks
+) -> None:
     path = save_tiny_model(tmp_path)
     updated = results(merge(ranks.run(update_on_a_rank, count, path, cap, algorithm)))
     loss, norm = expected(path, "group_mean_token_mean")
@@ -124,20 +128,31 @@ def advantages_on_a_rank(
 
 
 def by_paper(sequences: DataProto, gamma: float, penalty: KlPenalty | None) -> list[torch.Tensor]:
-    """Sum over later tokens of gamma^(k - t) r_k, and the mean and deviation of all of them; float64 [L] each."""
+    """Sum over later tokens of gamma^(k - t) r_k, and the mean and deviation of all of them; float64 [L]
+    each.
+    """
     rows = []
     for index in range(len(sequences)):
         part = sequences.slice(index, index + 1)
-        mask, difference = part.tokens["loss_mask"], part.tokens["old_log_probs"] - part.tokens["reference_log_probs"]
+        mask, difference = (
+            part.tokens["loss_mask"],
+            part.tokens["old_log_probs"] - part.tokens["reference_log_probs"],
+        )
         rewards = [-penalty.coefficient * float(kl) if penalty else 0.0 for kl in difference[mask]]
         if rewards:
             rewards[-1] += float(part.columns["reward"])
-        later = [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
-        rows.append(torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, torch.tensor(later).double()))
+        later = [
+            sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))
+        ]
+        rows.append(
+            torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, torch.tensor(later).double())
+        )
     mask = sequences.tokens["loss_mask"]
     returns = torch.cat(rows)[mask]
     whitened = (returns - returns.mean()) / returns.std(correction=0)
-    return list(torch.zeros(len(mask)).double().masked_scatter(mask, whitened).split(sequences.lengths.tolist()))
+    return list(
+        torch.zeros(len(mask)).double().masked_scatter(mask, whitened).split(sequences.lengths.tolist())
+    )
 
 
 @pytest.mark.drawn(2)
@@ -178,7 +193,9 @@ def test_returns_by_hand() -> None:
 
 @pytest.fixture
 def learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
-    """Advantages [sequences, tokens] that the loss of a run's first step reads; its rewards are 0 and 1 in turn."""
+    """Advantages [sequences, tokens] that the loss of a run's first step reads; its rewards are 0 and 1 in
+    turn.
+    """
     write_stand_in_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
     read: list[DataProto] = []

@@ -1,7 +1,9 @@
-"""A policy for tests of agents, made in a second: its next tokens come from a table, its log-probs from all tokens.
+"""A policy for tests of agents, made in a second: its next tokens come from a table, its log-probs from all
+tokens.
 
-It thinks, calls `add` once or twice, with arguments in several spellings, and answers. Text and marks are cut into
-tokens that encoding the text never gives, also within characters. Now and then it samples any token at all.
+It thinks, calls `add` once or twice, with arguments in several spellings, and answers. Text and marks are cut
+into tokens that encoding the text never gives, also within characters. Now and then it samples any token at
+all.
 """
 
 from pathlib import Path
@@ -98,7 +100,17 @@ AFTER: dict[str, list[str]] = {  # the tokens that follow each; one that is name
     "Ģ": [END],
 }
 BYTES = {"Ã", "©", "ð", "Ł", "ĺ", "Ģ"}  # names of single bytes, not text
-MERGES = [("Ċ", "Ċ"), ("a", "d"), ("ad", "d"), ("Ġ", "s"), ("Ġs", "u"), ("i", "s"), ("}", "}"), ("{", '"'), ("n", "a")]
+MERGES = [
+    ("Ċ", "Ċ"),
+    ("a", "d"),
+    ("ad", "d"),
+    ("Ġ", "s"),
+    ("Ġs", "u"),
+    ("i", "s"),
+    ("}", "}"),
+    ("{", '"'),
+    ("n", "a"),
+]
 PAIRS = str.maketrans({"\n": "Ċ", "\t": "ĉ", " ": "Ġ"})
 
 

@@ -10,8 +10,12 @@ from workers.config.roles import SamplingConfig
 NONE = -torch.inf
 
 
-def log_probs(model: Qwen2ForCausalLM, input_ids: np.ndarray, begin: int, sampling: SamplingConfig) -> np.ndarray:
-    """log p of the tokens from `begin` on, float32, under the distribution that `sampling` makes of the model's."""
+def log_probs(
+    model: Qwen2ForCausalLM, input_ids: np.ndarray, begin: int, sampling: SamplingConfig
+) -> np.ndarray:
+    """log p of the tokens from `begin` on, float32, under the distribution that `sampling` makes of the
+    model's.
+    """
     ids = torch.from_numpy(input_ids.astype(np.int64))
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0]

@@ -30,7 +30,9 @@ NO_ADAPTERS = LoraConfig()
 Row = dict[str, np.ndarray]
 
 
-def actor_of(index: int, model: ModelConfig, config: RolloutConfig, variables: dict[str, str], **options: Any) -> Any:
+def actor_of(
+    index: int, model: ModelConfig, config: RolloutConfig, variables: dict[str, str], **options: Any
+) -> Any:
     runtime = {"env_vars": variables}
     return (
         ray.remote(ProbedActor)
@@ -60,7 +62,9 @@ class Engines:
         lora: LoraConfig = NO_ADAPTERS,
         **settings: Any,
     ) -> None:
-        config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
+        config = RolloutConfig(
+            replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings
+        )
         policy = ModelConfig(path=str(model), train_vision=train_vision, lora=lora)
         options = {"environment": environment, "environment_timeout_s": 5.0}
         self.pool = EnginePool(
@@ -92,7 +96,9 @@ class Engines:
         self, requests: list[SampleRequest], watch: Callable[..., None] | None = None, **sampling: Any
     ) -> list[Sample]:
         """A round of which no sample is dropped."""
-        finished, router = generate(self.pool, requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch)
+        finished, router = generate(
+            self.pool, requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch
+        )
         assert router.dropped == [], router.dropped
         assert [result.key for result, _ in finished] == [request.key for request in requests]
         return finished
@@ -110,7 +116,9 @@ def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleReq
 
 
 def episodes(count: int, samples: int, opening: str = "(") -> list[SampleRequest]:
-    return [replace(r, start=EpisodeStart({"opening": opening}, "")) for r in requests_for(count, samples, step=5)]
+    return [
+        replace(r, start=EpisodeStart({"opening": opening}, "")) for r in requests_for(count, samples, step=5)
+    ]
 
 
 def rows_of(finished: list[Sample]) -> list[tuple[SampleResult, Row]]:
@@ -118,9 +126,13 @@ def rows_of(finished: list[Sample]) -> list[tuple[SampleResult, Row]]:
 
 
 def largest_difference(finished: list[Sample], model: Any, temperature: float = 1.0) -> float:
-    """Largest difference between the engine's log-probs and the model's, over all response tokens of a round."""
+    """Largest difference between the engine's log-probs and the model's, over all response tokens
+    of a round.
+    """
     differences = [
-        np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[row["loss_mask"]].max()
+        np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[
+            row["loss_mask"]
+        ].max()
         for _, row in rows_of(finished)
     ]
     return float(max(differences))

@@ -1,4 +1,6 @@
-"""Agents of openai-agents, pydantic-ai and smolagents, with `stock_agents`' tasks. Their imports take seconds."""
+"""Agents of openai-agents, pydantic-ai and smolagents, with `stock_agents`' tasks. Their imports take
+seconds.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -47,7 +49,9 @@ def adds(a: int, b: int) -> int:
     return a + b
 
 
-async def openai_agents(chats: Chats, model: Any = OpenAIChatCompletionsModel, *, stream: bool = False) -> float:
+async def openai_agents(
+    chats: Chats, model: Any = OpenAIChatCompletionsModel, *, stream: bool = False
+) -> float:
     agent = OpenAIAgent(
         name="adder",
         instructions="You are helpful.",
@@ -91,11 +95,15 @@ async def pydantic_ai(chats: Chats, model: Any = None) -> float:
 
 
 async def pydantic_ai_anthropic(chats: Chats) -> float:
-    return await pydantic_ai(chats, AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=chats.anthropic)))
+    return await pydantic_ai(
+        chats, AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=chats.anthropic))
+    )
 
 
 async def pydantic_ai_responses(chats: Chats) -> float:
-    return await pydantic_ai(chats, PydanticResponsesModel(MODEL, provider=OpenAIProvider(openai_client=chats.openai)))
+    return await pydantic_ai(
+        chats, PydanticResponsesModel(MODEL, provider=OpenAIProvider(openai_client=chats.openai))
+    )
 
 
 async def smolagents(chats: Chats) -> float:

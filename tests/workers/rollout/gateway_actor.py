@@ -63,7 +63,12 @@ class GatewayActor(ProbedActor):
 
     async def told(self, name: str) -> Any:
         session = self.sessions[name]
-        return {"kept": len(session.kept), "rows": session.rows(), "told": session.told(), "value": session.value}
+        return {
+            "kept": len(session.kept),
+            "rows": session.rows(),
+            "told": session.told(),
+            "value": session.value,
+        }
 
     async def record(self, name: str) -> SessionRecord:
         return self.sessions[name].snapshot()

@@ -17,7 +17,11 @@ tokens of both ways with the template's own rendering.
 "Thinking" is a turn with a thought, "call" a turn that calls a tool. Before a tool's answer each turn calls a tool.
 
 """
-WORDS = {("appended", "appended"): "same", ("appended", "rewritten"): "branch", ("refused", "refused"): "refused"}
+WORDS = {
+    ("appended", "appended"): "same",
+    ("appended", "rewritten"): "branch",
+    ("refused", "refused"): "refused",
+}
 
 
 def page() -> str:

@@ -1,4 +1,6 @@
-"""Requests that no session should answer, or not as asked: the route, the body, and the statuses that may come back."""
+"""Requests that no session should answer, or not as asked: the route, the body, and the statuses that may
+come back.
+"""
 
 import json
 from dataclasses import dataclass
@@ -57,10 +59,18 @@ CASES = [
     # images to a text model
     case("image", CHAT, REFUSED, messages=images("image_url", {"image_url": {"url": PIXEL}})),
     case(
-        "image elsewhere", CHAT, REFUSED, messages=images("image_url", {"image_url": {"url": "http://127.0.0.1:1/x"}})
+        "image elsewhere",
+        CHAT,
+        REFUSED,
+        messages=images("image_url", {"image_url": {"url": "http://127.0.0.1:1/x"}}),
     ),
     case("file", CHAT, REFUSED, messages=images("image_url", {"image_url": {"url": "file:///etc/passwd"}})),
-    case("audio", CHAT, REFUSED, messages=images("input_audio", {"input_audio": {"data": "AA==", "format": "wav"}})),
+    case(
+        "audio",
+        CHAT,
+        REFUSED,
+        messages=images("input_audio", {"input_audio": {"data": "AA==", "format": "wav"}}),
+    ),
     case("image", RESPONSES, REFUSED, input=images("input_image", {"image_url": PIXEL})),
     case("image", MESSAGES, REFUSED, messages=images("image", ANTHROPIC_IMAGE)),
     # sizes
@@ -99,15 +109,24 @@ CASES = [
     case("text of a number", CHAT, REFUSED, messages=said([{"type": "text", "text": 7}])),
     case("a role", CHAT, EITHER, messages=said("hello", "wizard")),
     case("a role", MESSAGES, REFUSED, messages=said("hello", "wizard")),
-    case("a tool's answer to nothing", CHAT, EITHER, messages=[{"role": "tool", "tool_call_id": "x", "content": "5"}]),
+    case(
+        "a tool's answer to nothing",
+        CHAT,
+        EITHER,
+        messages=[{"role": "tool", "tool_call_id": "x", "content": "5"}],
+    ),
     case(
         "an unknown tool",
         CHAT,
         EITHER,
         messages=[*ASKED, CALLED, {"role": "tool", "tool_call_id": "c", "content": "5"}],
     ),
-    case("calls of nothing", CHAT, EITHER, messages=[*ASKED, {"role": "assistant", "tool_calls": [{}]}, *ASKED]),
-    case("calls of a text", CHAT, EITHER, messages=[*ASKED, {"role": "assistant", "tool_calls": "x"}, *ASKED]),
+    case(
+        "calls of nothing", CHAT, EITHER, messages=[*ASKED, {"role": "assistant", "tool_calls": [{}]}, *ASKED]
+    ),
+    case(
+        "calls of a text", CHAT, EITHER, messages=[*ASKED, {"role": "assistant", "tool_calls": "x"}, *ASKED]
+    ),
     case("tools", CHAT, REFUSED, tools="add"),
     case("a tool", CHAT, REFUSED, tools=[{"type": "function"}]),
     case(
@@ -125,7 +144,10 @@ CASES = [
     case("all tokens", CHAT, EITHER, max_tokens=10**12),
     case("log-probs", CHAT, REFUSED, logprobs=True, top_logprobs=10**6),
     case("log-probs", TEXT, REFUSED, logprobs=10**6),
-    *(case(f"ids {ids[:1]}", TEXT, REFUSED, prompt=ids) for ids in ([10**9], [-1], [512], [2**40], [5] * 5000)),
+    *(
+        case(f"ids {ids[:1]}", TEXT, REFUSED, prompt=ids)
+        for ids in ([10**9], [-1], [512], [2**40], [5] * 5000)
+    ),
     case("no ids", TEXT, REFUSED, prompt=[]),
     case("ids and texts", TEXT, REFUSED, prompt=[5, "x"]),
     case("many prompts", TEXT, REFUSED, prompt=["x"] * 10_000),
@@ -141,12 +163,17 @@ CASES = [
     case("the prompt's log-probs", CHAT, EITHER, prompt_logprobs=1),
     case("the prompt again", TEXT, EITHER, echo=True),
     case("sampling", CHAT, EITHER, temperature=0.01, top_p=0.01, top_k=1, seed=1, logit_bias={"2": 100}),
-    case("penalties", CHAT, EITHER, presence_penalty=2, frequency_penalty=2, repetition_penalty=1.9, min_p=0.9),
+    case(
+        "penalties", CHAT, EITHER, presence_penalty=2, frequency_penalty=2, repetition_penalty=1.9, min_p=0.9
+    ),
     case("allowed ids", CHAT, EITHER, allowed_token_ids=[60], bad_words=["a"], min_tokens=8, ignore_eos=True),
     case("the last message goes on", CHAT, EITHER, add_generation_prompt=False, continue_final_message=True),
     case("a search", RESPONSES, REFUSED, tools=[{"type": "web_search_preview"}]),
     case(
-        "a server", RESPONSES, REFUSED, tools=[{"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1:1"}]
+        "a server",
+        RESPONSES,
+        REFUSED,
+        tools=[{"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1:1"}],
     ),
     case("an earlier response", RESPONSES, {400, 404}, previous_response_id="resp_x"),
     case("in the background", RESPONSES, REFUSED, background=True, store=True),
@@ -155,15 +182,33 @@ CASES = [
     case("a number of stops", CHAT, EITHER, stop=["x"] * 10_000),
 ]
 ABSENT = [  # routes that vLLM serves, and paths that could lead out of a session
-    *(("POST", path) for path in ("/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/start_profile")),
-    *(("POST", path) for path in ("/v1/load_lora_adapter", "/tokenize", "/detokenize", "/invocations", "/pooling")),
-    *(("POST", path) for path in ("/inference/v1/generate", "/v1/embeddings", "/v1/chat/completions/render", "/score")),
+    *(
+        ("POST", path)
+        for path in ("/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/start_profile")
+    ),
+    *(
+        ("POST", path)
+        for path in ("/v1/load_lora_adapter", "/tokenize", "/detokenize", "/invocations", "/pooling")
+    ),
+    *(
+        ("POST", path)
+        for path in ("/inference/v1/generate", "/v1/embeddings", "/v1/chat/completions/render", "/score")
+    ),
     *(
         ("POST", path)
         for path in ("/v1/chat/completions/", "/v1//chat/completions", "/v1/responses/x/cancel", "/pause")
     ),
-    *(("GET", path) for path in ("/health", "/metrics", "/docs", "/openapi.json", "/version", "/server_info", "/load")),
-    *(("GET", path) for path in ("/v1/chat/completions", "/v1/responses/x", "/v1", "/reward", "/v1/models/x", "/ping")),
-    *(("POST", path) for path in ("/v1/../sleep", "/v1/%2e%2e/sleep", "/../OTHER/v1/chat/completions", "/v1/models")),
+    *(
+        ("GET", path)
+        for path in ("/health", "/metrics", "/docs", "/openapi.json", "/version", "/server_info", "/load")
+    ),
+    *(
+        ("GET", path)
+        for path in ("/v1/chat/completions", "/v1/responses/x", "/v1", "/reward", "/v1/models/x", "/ping")
+    ),
+    *(
+        ("POST", path)
+        for path in ("/v1/../sleep", "/v1/%2e%2e/sleep", "/../OTHER/v1/chat/completions", "/v1/models")
+    ),
     *((method, CHAT) for method in ("PUT", "DELETE", "OPTIONS", "PATCH")),
 ]

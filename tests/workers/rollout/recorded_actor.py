@@ -1,4 +1,6 @@
-"""A VllmEngineActor that keeps what its engine returned, and opens sessions without an agent. Not the driver's."""
+"""A VllmEngineActor that keeps what its engine returned, and opens sessions without an agent. Not the
+driver's.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,9 @@ from workers.rollout.engine_actor import VllmEngineActor
 
 @dataclass
 class Sampled:
-    """An answer of the engine as `AsyncLLM.generate` returned it. finished: why it ended, empty if it was stopped."""
+    """An answer of the engine as `AsyncLLM.generate` returned it. finished: why it ended, empty if it was
+    stopped.
+    """
 
     prompt: tuple[int, ...]
     ids: list[int] = field(default_factory=list)
@@ -19,7 +23,9 @@ class Sampled:
     def take(self, output: Any, delta: bool) -> None:
         found = getattr(output.logprobs, "logprobs", None)
         if found is None:
-            found = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+            found = [
+                step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
+            ]
         if not delta:
             self.ids, self.log_probs = [], []
         self.ids += output.token_ids

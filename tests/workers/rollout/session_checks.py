@@ -17,7 +17,9 @@ Turn = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # prompt, ans
 
 @dataclass
 class Counts:
-    """Of sessions. changed: turns that encoding changes. encoded_again: prompts with a turn's text, not its ids."""
+    """Of sessions. changed: turns that encoding changes. encoded_again: prompts with a turn's text, not its
+    ids.
+    """
 
     sessions: int = 0
     turns: int = 0
@@ -47,13 +49,19 @@ def turns_of(rows: list[Row]) -> Iterator[Turn]:
         mask, ids = row["loss_mask"], row["input_ids"].tolist()
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
         for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            yield tuple(ids[:begin]), tuple(ids[begin:end]), tuple(row["rollout_log_probs"][begin:end].tolist())
+            yield (
+                tuple(ids[:begin]),
+                tuple(ids[begin:end]),
+                tuple(row["rollout_log_probs"][begin:end].tolist()),
+            )
 
 
 def of_engine(sampled: Iterable[Sampled]) -> Counter[Turn]:
     """The answers that an engine finished, without those that it was told to stop."""
     finished = (each for each in sampled if each.finished in (STOP, LENGTH))
-    return Counter((each.prompt, tuple(each.ids), tuple(np.float32(each.log_probs).tolist())) for each in finished)
+    return Counter(
+        (each.prompt, tuple(each.ids), tuple(np.float32(each.log_probs).tolist())) for each in finished
+    )
 
 
 def counts(rows: list[Row], told: list[dict[str, Any]], tokenizer: Any, model: Any) -> Counts:
@@ -86,7 +94,9 @@ def encoded_again(turns: list[Turn], tokenizer: Any) -> int:
 
 
 def against(engine: Counter[Turn], rows_of_sessions: list[list[Row]], dropped: int) -> tuple[int, int]:
-    """Orphans and doubles: answers of the engine that no session has, and turns that no answer of the engine is."""
+    """Orphans and doubles: answers of the engine that no session has, and turns that no answer of the engine
+    is.
+    """
     trained = Counter(turn for rows in rows_of_sessions for turn in turns_of(rows))
     return (engine - trained).total() - dropped, (trained - engine).total()
 
@@ -95,7 +105,13 @@ def difference(row: Row, model: Any) -> float:
     """Largest difference between the engine's log-probs and one forward pass over the whole row."""
     ids = torch.from_numpy(row["input_ids"].astype(np.int64))
     with torch.no_grad():
-        found = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+        found = (
+            model(ids[None], use_cache=False)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, ids[1:, None])[:, 0]
+            .numpy()
+        )
     mask = row["loss_mask"][1:]
     return float(np.abs(found - row["rollout_log_probs"][1:])[mask].max(initial=0.0))
 

@@ -1,4 +1,6 @@
-"""Sessions of a made-up agent: a message's content is its token ids as text, and no sampled id occurs twice."""
+"""Sessions of a made-up agent: a message's content is its token ids as text, and no sampled id
+occurs twice.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +15,13 @@ SAMPLED = 1_000  # ids of turns begin here, those of prompts lie below
 Turn = tuple[int, int, int, bool]
 
 TURNS: st.SearchStrategy[list[Turn]] = st.lists(
-    st.tuples(st.integers(-1, 9), st.integers(1, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=10
+    st.tuples(st.integers(-1, 9), st.integers(1, 3), st.integers(1, 4), st.booleans()),
+    min_size=1,
+    max_size=10,
 )
-"""(which turn before it extends, or -1, new tokens of its prompt, its own tokens, whether a client received it)."""
+"""(which turn before it extends, or -1, new tokens of its prompt, its own tokens, whether a client received
+it).
+"""
 
 
 def ids(numbers: Sequence[int] | range) -> np.ndarray:
@@ -37,7 +43,9 @@ def prompt_of(session: Session, asked: Asked) -> np.ndarray:
 
 
 class Agent:
-    """turns: each turn's node, and its request's messages with the answer. sampled: answers that nothing replayed."""
+    """turns: each turn's node, and its request's messages with the answer. sampled: answers that nothing
+    replayed.
+    """
 
     def __init__(self, session: Session, first: int = SAMPLED) -> None:
         self.session, self.next_id, self.sampled = session, first, 0

@@ -1,6 +1,8 @@
-"""What a transfer between GPUs needs of the machine, replaced: communicator, streams, memory handles, Ray's calls.
+"""What a transfer between GPUs needs of the machine, replaced: communicator, streams, memory handles, Ray's
+calls.
 
-policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles] -> our engine in a real vLLM on CPU
+policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles] -> our engine in a real vLLM
+on CPU
                      |--- EngineClient --- [call_replicas] --- VllmEngineActor.begin, receive, finish ---|
 """
 
@@ -99,13 +101,17 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
         patch.setattr(
-            packed_tensor, "_get_streams", lambda device, count: tuple(races.new_stream() for _ in range(count))
+            packed_tensor,
+            "_get_streams",
+            lambda device, count: tuple(races.new_stream() for _ in range(count)),
         )
         patch.setattr(packed_tensor, "reduce_tensor", export)
         patch.setattr(reductions, "rebuild_cuda_tensor", lambda key, *_: buffers[key])
         patch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: communicator.end(0))
         patch.setattr(
-            nccl_engine, "worker_init_process_group", lambda info, parallel: communicator.end(info.rank_offset)
+            nccl_engine,
+            "worker_init_process_group",
+            lambda info, parallel: communicator.end(info.rank_offset),
         )
         assert ipc_engine.packed_ipc_producer is packed_tensor.packed_ipc_producer
         yield
@@ -116,7 +122,9 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
 def call_local(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
     """`workers.engine.weights.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
     pool = ThreadPoolExecutor(len(engines))
-    waiting = {pool.submit(getattr(engine, method), *each) for engine, each in zip(engines, arguments, strict=True)}
+    waiting = {
+        pool.submit(getattr(engine, method), *each) for engine, each in zip(engines, arguments, strict=True)
+    }
     pool.shutdown(wait=False)
     while waiting:
         done, waiting = wait(waiting, TIMEOUT_S, FIRST_COMPLETED)
@@ -149,14 +157,17 @@ class LocalReplica:
         """The token columns of all samples."""
 
         async def collect() -> list[dict[str, Any]]:
-            blocks = [part async for part in self.worker.generate(requests, sampling) if not isinstance(part, list)]
+            blocks = [
+                part async for part in self.worker.generate(requests, sampling) if not isinstance(part, list)
+            ]
             return [block.row(index) for block in blocks for index in range(len(block))]
 
         return self._loop.run(collect())
 
 
 class BareReplica:
-    """Instead of a rollout worker: vLLM's worker engine of a backend alone, around a model that keeps what it loads.
+    """Instead of a rollout worker: vLLM's worker engine of a backend alone, around a model that keeps what it
+    loads.
 
     dies_at: number of the `load_weights` at which its actor is lost. heard: what it was told, in order.
     """

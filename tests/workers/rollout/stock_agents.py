@@ -1,7 +1,8 @@
-"""Agents that people have: loops over stock clients of the openai and anthropic packages, and a script of curl.
+"""Agents that people have: loops over stock clients of the openai and anthropic packages, and a script of
+curl.
 
-Each takes the same tasks with `add`, goes on with what the policy said as its client does, and returns its reward with
-the turns that it expects the session to hold: `roots` and `continued`.
+Each takes the same tasks with `add`, goes on with what the policy said as its client does, and returns its
+reward with the turns that it expects the session to hold: `roots` and `continued`.
 """
 
 import asyncio
@@ -46,7 +47,9 @@ def added(arguments: Any) -> str:
 def answered(message: Any) -> list[Any]:
     """The messages after an answer: the tools' results, or a question."""
     calls = message.tool_calls or []
-    return [{"role": "tool", "tool_call_id": c.id, "content": added(c.function.arguments)} for c in calls] or [SURE]
+    return [
+        {"role": "tool", "tool_call_id": c.id, "content": added(c.function.arguments)} for c in calls
+    ] or [SURE]
 
 
 class Chats:
@@ -54,7 +57,9 @@ class Chats:
 
     def __init__(self, record: dict[str, Any], base_url: str, key: str, **options: Any) -> None:
         self.record, self.base_url, self.key = record, base_url, key
-        self.openai = openai.AsyncOpenAI(**({"base_url": base_url, "api_key": key, "max_retries": 0} | options))
+        self.openai = openai.AsyncOpenAI(
+            **({"base_url": base_url, "api_key": key, "max_retries": 0} | options)
+        )
         address = base_url.removesuffix("/v1")
         self.anthropic = anthropic.AsyncAnthropic(base_url=address, api_key=key, max_retries=0)
         self.question = question(record["number"])
@@ -146,7 +151,9 @@ async def parallel(chats: Chats) -> float:
 
 async def choices(chats: Chats) -> float:
     """n=3, of which each is continued; a reward for one of them."""
-    given = await chats.openai.chat.completions.create(model=MODEL, messages=[chats.question], n=3, tools=TOOLS)
+    given = await chats.openai.chat.completions.create(
+        model=MODEL, messages=[chats.question], n=3, tools=TOOLS
+    )
     chats.expect(False, 3)
     for choice in given.choices:
         await chats.ask([chats.question, dumped(choice.message), *answered(choice.message)])
@@ -190,7 +197,9 @@ async def keyed(chats: Chats) -> float:
 
 
 async def leaving(chats: Chats) -> float:
-    """Clients that close the connection: after the request, and in the middle of a stream. Nothing follows these."""
+    """Clients that close the connection: after the request, and in the middle of a stream. Nothing follows
+    these.
+    """
     messages = [chats.question]
     await asyncio.to_thread(left, chats, {"model": MODEL, "messages": messages, "tools": TOOLS})
     stream = await chats.openai.chat.completions.create(model=MODEL, messages=[question(98)], stream=True)
@@ -207,7 +216,9 @@ def left(chats: Chats, body: dict[str, Any]) -> None:
     """Send a request and close the connection without reading."""
     address = urlsplit(chats.base_url)
     written = json.dumps(body).encode()
-    head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {chats.key}\r\n"
+    head = (
+        f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {chats.key}\r\n"
+    )
     head += f"Content-Type: application/json\r\nContent-Length: {len(written)}\r\n\r\n"
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head.encode() + written)
@@ -227,7 +238,9 @@ async def messages_api(chats: Chats, *, stream: bool = False) -> float:
         blocks = [block.model_dump(exclude_none=True) for block in answer.content]
         messages.append({"role": "assistant", "content": blocks})
         uses = [block for block in answer.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)} for use in uses]
+        results = [
+            {"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)} for use in uses
+        ]
         messages.append({"role": "user", "content": results or SURE["content"]})
     return 1.0
 
@@ -251,7 +264,10 @@ async def responses_api(chats: Chats, *, stream: bool = False) -> float:
             answer = await chats.openai.responses.create(**given)
         items += [item.model_dump(exclude_none=True) for item in answer.output]
         calls = [item for item in answer.output if item.type == "function_call"]
-        results = [{"type": "function_call_output", "call_id": c.call_id, "output": added(c.arguments)} for c in calls]
+        results = [
+            {"type": "function_call_output", "call_id": c.call_id, "output": added(c.arguments)}
+            for c in calls
+        ]
         items += results or [SURE]
     return 1.0
 
@@ -291,7 +307,9 @@ async def curl(chats: Chats) -> float:
     """A script, which also says a reward by HTTP."""
     address = {"OPENAI_BASE_URL": chats.base_url, "BALLAST_SESSION_URL": chats.base_url.removesuffix("/v1")}
     variables = os.environ | address | {"OPENAI_API_KEY": chats.key, "NUMBER": str(chats.record["number"])}
-    done = await asyncio.to_thread(subprocess.run, ["bash", "-c", CURL], env=variables, capture_output=True, text=True)
+    done = await asyncio.to_thread(
+        subprocess.run, ["bash", "-c", CURL], env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     chats.expect(False), chats.expect(True, 2)
     return 0.75

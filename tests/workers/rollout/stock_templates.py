@@ -32,18 +32,24 @@ def tokenizer(name: str) -> Any:
     made.decoder = decoders.ByteLevel()
     markers = sorted({*MARKER.findall(source(name)), *SPECIAL.values()})
     special = ("<|", "<｜", "[", *SPECIAL.values())
-    made.add_tokens([AddedToken(each, normalized=False, special=each.startswith(special)) for each in markers])
+    made.add_tokens(
+        [AddedToken(each, normalized=False, special=each.startswith(special)) for each in markers]
+    )
     found = PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
     found.chat_template = source(name)
     return found
 
 
 def apart(tokenizer: Any, text: str) -> Any:
-    """Ids of a text, int32, a character at a time but for the markers: other tokens than encoding would give."""
+    """Ids of a text, int32, a character at a time but for the markers: other tokens than encoding
+    would give.
+    """
     added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, added))})", text)
     pieces = [piece for part in parts for piece in ([part] if part in added else part)]
-    return np.array([i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]], np.int32)
+    return np.array(
+        [i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]], np.int32
+    )
 
 
 def shows(tokenizer: Any, ids: Any, text: str) -> bool:

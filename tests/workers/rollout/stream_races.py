@@ -1,4 +1,5 @@
-"""CUDA's streams on a CPU: operators that would not wait for another stream's work on the same memory are races.
+"""CUDA's streams on a CPU: operators that would not wait for another stream's work on the same memory are
+races.
 
     each operator: a tick of its stream      wait_stream, wait_event: the waiting stream has seen the other's ticks
     reading needs to have seen the last write, writing also all reads since
@@ -21,7 +22,9 @@ WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
 
 class Stream:
-    """Stand-in for torch.cuda.Stream. seen: ticks of other streams, by stream, that its next operator comes after."""
+    """Stand-in for torch.cuda.Stream. seen: ticks of other streams, by stream, that its next operator comes
+    after.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.ticks, self.seen = name, 0, {}
@@ -44,8 +47,8 @@ class Stream:
 
 
 class StreamRaces(TorchDispatchMode):
-    """races: one line per operator that does not wait. borrowed: names of side streams that used another's memory
-    without `record_stream`, after which the memory may be given away too early.
+    """races: one line per operator that does not wait. borrowed: names of side streams that used another's
+    memory without `record_stream`, after which the memory may be given away too early.
     """
 
     def __init__(self) -> None:
@@ -93,7 +96,9 @@ class StreamRaces(TorchDispatchMode):
         inputs = _memories((args, kwargs))
         made = _memories(result) - inputs
         values = zip(operator._schema.arguments, args, strict=False)
-        changed = _memories([value for given, value in values if given.alias_info and given.alias_info.is_write])
+        changed = _memories(
+            [value for given, value in values if given.alias_info and given.alias_info.is_write]
+        )
         self._tick(str(operator), inputs, made, changed)
         return result
 
@@ -128,5 +133,7 @@ def _memory(tensor: torch.Tensor) -> int:
 def _memories(values: Any) -> set[int]:
     tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return {
-        _memory(tensor) for tensor in tensors if not (tensor.is_meta or isinstance(tensor, WRAPPERS)) and tensor.numel()
+        _memory(tensor)
+        for tensor in tensors
+        if not (tensor.is_meta or isinstance(tensor, WRAPPERS)) and tensor.numel()
     }

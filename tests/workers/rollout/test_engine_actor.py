@@ -58,7 +58,9 @@ def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
     found.pool.stop()
 
 
-def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_its_limit(engines: Engines) -> None:
+def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_its_limit(
+    engines: Engines,
+) -> None:
     requests = requests_for(32, samples=4)
     assert sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS  # several forward passes
     finished = engines.sample(requests, max_new_tokens=120)
@@ -82,7 +84,9 @@ def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_i
 
 
 def test_seeds_repeat_a_round_exactly_and_another_step_differs(engines: Engines) -> None:
-    first, second, other = (rows_of(engines.sample(requests_for(8, samples=4, step=step))) for step in (3, 3, 4))
+    first, second, other = (
+        rows_of(engines.sample(requests_for(8, samples=4, step=step))) for step in (3, 3, 4)
+    )
     for (_, row), (_, again), (_, later) in zip(first, second, other, strict=True):
         np.testing.assert_array_equal(row["input_ids"], again["input_ids"])
         np.testing.assert_allclose(row["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
@@ -126,13 +130,18 @@ def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(
 @pytest.mark.parametrize(
     ("left_out", "named"),
     [
-        ("lm_head.weight", "lm_head.weight"),  # vLLM by itself goes on with the old output layer and never says so
+        (
+            "lm_head.weight",
+            "lm_head.weight",
+        ),  # vLLM by itself goes on with the old output layer and never says so
         ("model.norm.weight", "model.norm.weight"),
         # vLLM loads q, k and v into one parameter, and says that it loaded that.
         ("model.layers.0.self_attn.k_proj.weight", "a part of model.layers.0.self_attn.qkv_proj.weight"),
     ],
 )
-def test_an_update_that_leaves_out_a_weight_is_refused_by_name(engines: Engines, left_out: str, named: str) -> None:
+def test_an_update_that_leaves_out_a_weight_is_refused_by_name(
+    engines: Engines, left_out: str, named: str
+) -> None:
     version = engines.load(tiny.random_model(2))
     with pytest.raises(RolloutError) as caught:
         engines.load(tiny.random_model(3), left_out)
@@ -163,7 +172,9 @@ def test_a_command_that_nobody_waits_for_any_more_does_not_end_the_engine(engine
 
 
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(engines: Engines) -> None:
-    """A sample goes on through two updates: its earlier tokens are read again by the new weights, and not changed."""
+    """A sample goes on through two updates: its earlier tokens are read again by the new weights, and not
+    changed.
+    """
     first = engines.load(tiny.random_model(7))
     models = {first: tiny.random_model(7)}
     waiting = [8, 9]
@@ -220,8 +231,12 @@ def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engin
     new, before = tiny.random_model(8), engines.load(tiny.random_model(7))
     parts: dict[int, Response] = {}
     requests = requests_for(32, samples=4)
-    engines.sample(requests, lambda *_: parts.update(parts or engines.call("partial_responses")), max_new_tokens=200)
-    assert parts and all(len(part.ids) == len(part.log_probs) == len(part.versions) for part in parts.values())
+    engines.sample(
+        requests, lambda *_: parts.update(parts or engines.call("partial_responses")), max_new_tokens=200
+    )
+    assert parts and all(
+        len(part.ids) == len(part.log_probs) == len(part.versions) for part in parts.values()
+    )
     after = engines.load(new)
     begun = [replace(request, begun=parts[request.seed]) for request in requests if request.seed in parts]
     for request, (result, row) in zip(begun, rows_of(engines.sample(begun, max_new_tokens=200)), strict=True):
@@ -247,16 +262,24 @@ CHANGED = (
 
 
 @pytest.mark.parametrize("changes", CHANGED, ids=lambda changes: "+".join(changes))
-def test_log_probs_are_of_the_distribution_that_options_make(engines: Engines, changes: dict[str, Any]) -> None:
+def test_log_probs_are_of_the_distribution_that_options_make(
+    engines: Engines, changes: dict[str, Any]
+) -> None:
     model = tiny.random_model(12)
     engines.load(model)
     for temperature in (1.0, 0.7):
         sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, **changes)
         finished = engines.sample(requests_for(6, samples=2), **vars(sampling))
-        assert largest_difference(finished, model, temperature) > 0.01  # the comparison can tell the two apart
+        assert (
+            largest_difference(finished, model, temperature) > 0.01
+        )  # the comparison can tell the two apart
         for result, row in rows_of(finished):
-            expected = changed_distributions.log_probs(model, row["input_ids"], result.prompt_tokens, sampling)
-            np.testing.assert_allclose(row["rollout_log_probs"][row["loss_mask"]], expected, atol=LOG_PROB_TOLERANCE)
+            expected = changed_distributions.log_probs(
+                model, row["input_ids"], result.prompt_tokens, sampling
+            )
+            np.testing.assert_allclose(
+                row["rollout_log_probs"][row["loss_mask"]], expected, atol=LOG_PROB_TOLERANCE
+            )
 
 
 def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_kept(engines: Engines) -> None:
@@ -264,7 +287,12 @@ def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_k
     engines.load(model)
     tokenizer = engines.tokenizer
     ends = {
-        "stop": ["ab", "d12", "d13", "9<eos>"],  # within tokens "word12?", over two tokens, and an end token's text
+        "stop": [
+            "ab",
+            "d12",
+            "d13",
+            "9<eos>",
+        ],  # within tokens "word12?", over two tokens, and an end token's text
         "stop_token_ids": [*range(150, 200)],
     }
     for name, values in ends.items():
@@ -303,7 +331,9 @@ def test_reasoning_that_is_open_at_its_budget_is_closed_and_the_answer_sampled(e
             np.testing.assert_array_equal(response[inserted], closing)
             assert not mask[inserted].any() and mask[:budget].all() and mask[inserted.stop]
             assert set(row["weight_versions"][result.prompt_tokens :][inserted]) == {INSERTED}
-        assert result.response_tokens == mask.sum() and result.version_tokens == ((engines.version, mask.sum()),)
+        assert result.response_tokens == mask.sum() and result.version_tokens == (
+            (engines.version, mask.sum()),
+        )
         if result.uid.startswith("e"):
             assert (result.cut_thoughts, result.turns) in {(1, 1), (1, 2), (0, 1), (0, 2)}
         else:
@@ -326,7 +356,9 @@ def test_a_stop_text_on_both_sides_of_a_thinking_budget_ends_the_turn(engines: E
         response = row["input_ids"][result.prompt_tokens :]
         whole, before = (engines.tokenizer.decode(ids) for ids in (response, response[:-1]))
         assert not any(text in before for text in texts)
-        assert (result.finish_reason == STOP) == (response[-1] == tiny.EOS or any(text in whole for text in texts))
+        assert (result.finish_reason == STOP) == (
+            response[-1] == tiny.EOS or any(text in whole for text in texts)
+        )
         stopped += len(response) == 13
     assert stopped > 20
 
@@ -352,7 +384,9 @@ def test_tokens_of_an_episode_are_those_sampled_and_the_environments_are_not_lea
     requests = {request.key: request for request in episodes(8, samples=8)}
     found, again = (rows_of(engines.sample(list(requests.values()), max_new_tokens=90)) for _ in range(2))
     rows = [row for _, row in found]
-    sampled, mask = (np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask"))
+    sampled, mask = (
+        np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask")
+    )
     assert np.abs(trainer_log_probs(rows, path) - sampled)[mask].max() < 1e-4
     assert (sampled[~mask] == 0).all() and (sampled[mask] < 0).all()
     assert {result.turns for result, _ in found} == {1, 2}
@@ -382,25 +416,42 @@ def test_a_turn_whose_past_the_template_changes_is_a_row_of_its_own(engines: Eng
     chat = [{"role": "user", "content": "hi"}]
     ids = np.array(tokenizer("#uhi<eos>#A")["input_ids"], np.int32)
     start = EpisodeStart({"opening": ""}, chat)
-    requests = [replace(request, prompt_ids=ids, start=start) for request in requests_for(1, samples=128, step=6)]
+    requests = [
+        replace(request, prompt_ids=ids, start=start) for request in requests_for(1, samples=128, step=6)
+    ]
     finished = engines.sample(requests, max_new_tokens=90)
     branched = [(result, ray.get(block)) for result, block in finished if result.turns == 2]
     assert len(branched) > 4 and all(len(result.branches) == 2 for result, _ in branched)
     rows = [block.row(row) for result, block in branched for row in list(result.rows)[1:]]
-    sampled, mask = (np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask"))
+    sampled, mask = (
+        np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask")
+    )
     assert np.abs(trainer_log_probs(rows, path) - sampled)[mask].max() < 1e-4
     for (result, block), first, second in zip(branched, rows[::2], rows[1::2], strict=True):
         turn = first["input_ids"][len(ids) :].tolist()
         observed = f"<{tokenizer.decode(turn, skip_special_tokens=True)[:1]}>"
-        before = [*tokenizer("#uhi<eos>#a")["input_ids"], *turn, *tokenizer(f"#u{observed}<eos>#A")["input_ids"]]
+        before = [
+            *tokenizer("#uhi<eos>#a")["input_ids"],
+            *turn,
+            *tokenizer(f"#u{observed}<eos>#A")["input_ids"],
+        ]
         assert second["input_ids"][: len(before)].tolist() == before
-        assert second["loss_mask"].tolist() == [place >= len(before) for place in range(len(second["loss_mask"]))]
-        assert [branch.response_tokens for branch in result.branches] == [sum(r["loss_mask"]) for r in (first, second)]
+        assert second["loss_mask"].tolist() == [
+            place >= len(before) for place in range(len(second["loss_mask"]))
+        ]
+        assert [branch.response_tokens for branch in result.branches] == [
+            sum(r["loss_mask"]) for r in (first, second)
+        ]
         whole = block.row(result.row)
-        assert whole["input_ids"][whole["loss_mask"]].tolist() == [*turn, *second["input_ids"][len(before) :].tolist()]
+        assert whole["input_ids"][whole["loss_mask"]].tolist() == [
+            *turn,
+            *second["input_ids"][len(before) :].tolist(),
+        ]
 
 
-def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_their_tokens(engines: Engines) -> None:
+def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_their_tokens(
+    engines: Engines,
+) -> None:
     good = episodes(8, samples=2)
     bad = [replace(request, uid="bad") for request in episodes(1, samples=2, opening="raise")]
     finished = engines.sample([*good[:2], *bad, *good[2:]], max_new_tokens=6)
@@ -427,8 +478,11 @@ def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
 
 
 @pytest.mark.slow
-def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: None, tiny_model_path: Path) -> None:
-    """Its requests go to the other engine; the one in its place comes up with the weights that were sent last.
+def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(
+    ray_session: None, tiny_model_path: Path
+) -> None:
+    """Its requests go to the other engine; the one in its place comes up with the weights that were sent
+    last.
 
     The engines are processes of their own, as on GPUs.
     """

@@ -1,4 +1,6 @@
-"""Stock clients that send images to a real engine: its log-probs are the trainer's, and nothing is encoded twice."""
+"""Stock clients that send images to a real engine: its log-probs are the trainer's, and nothing is encoded
+twice.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -48,7 +50,9 @@ class Served:
         return ray.get(getattr(self.actor, method).remote(*arguments), timeout=120)
 
     def play(self, *agents: Callable[["Clients"], Any]) -> list[list[Placed]]:
-        """Let agents play a session each, all at once. Returns the images of their rows, which are checked."""
+        """Let agents play a session each, all at once. Returns the images of their rows, which
+        are checked.
+        """
         names = [f"{agent.__name__}{number}" for number, agent in enumerate(agents)]
         clients = [Clients(*self.call("open_session", name)) for name in names]
 
@@ -66,11 +70,15 @@ class Served:
         for found in rows:
             assert session_checks.encoded_again(list(session_checks.turns_of(found)), self.tokenizer) == 0
         assert self.difference(rows, images) < LOG_PROB_TOLERANCE
-        assert [[node["parent"] for node in told] for _, told in closed] == [client.parents for client in clients]
+        assert [[node["parent"] for node in told] for _, told in closed] == [
+            client.parents for client in clients
+        ]
         return images
 
     def difference(self, sessions: list[list[Row]], images: list[list[Placed]]) -> float:
-        """Largest difference of the engine's log-probs to the trainer's, with all rows in one packed sequence."""
+        """Largest difference of the engine's log-probs to the trainer's, with all rows in one packed
+        sequence.
+        """
         rows = [row for found in sessions for row in session_checks.paths(found)]
         shown = [placed for found in images for placed in (found if len(found) == 1 else found[1:])]
         tensors = [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for row in rows]
@@ -157,7 +165,9 @@ async def messages_api(clients: Clients) -> None:
     counted = await clients.anthropic.messages.count_tokens(model="m", messages=said)
     first = await clients.anthropic.messages.create(messages=said, **given)
     assert first.usage.input_tokens == counted.input_tokens > 20
-    said.append({"role": "assistant", "content": [{"type": "text", "text": each.text} for each in first.content]})
+    said.append(
+        {"role": "assistant", "content": [{"type": "text", "text": each.text} for each in first.content]}
+    )
     said.append({"role": "user", "content": [block(1), {"type": "text", "text": "closer"}, block(2)]})
     await clients.anthropic.messages.create(messages=said, **given)
     clients.parents = [None, 0]
@@ -180,7 +190,9 @@ def test_sessions_of_equal_ids_see_their_own_images(served: Served) -> None:
     def agent(url: str) -> Callable[[Clients], Any]:
         async def one(clients: Clients) -> None:
             image = {"type": "image_url", "image_url": {"url": url}}
-            messages = [{"role": "user", "content": [image, {"type": "text", "text": "which colour is it? " * 3}]}]
+            messages = [
+                {"role": "user", "content": [image, {"type": "text", "text": "which colour is it? " * 3}]}
+            ]
             (message,) = await clients.chat(messages)
             await clients.chat([*messages, message, MORE])
             clients.parents = [None, 0]
@@ -195,7 +207,9 @@ def test_sessions_of_equal_ids_see_their_own_images(served: Served) -> None:
 
 
 def test_a_session_that_starts_again_is_answered_from_its_record(served: Served) -> None:
-    """Its engine was lost: nothing is sampled for the images that it had shown, another image is another request."""
+    """Its engine was lost: nothing is sampled for the images that it had shown, another image is another
+    request.
+    """
     url, key = served.call("open_session", "first")
     asyncio.run(two_turns(Clients(url, key)))
     record = served.call("session_record", "first")
@@ -238,9 +252,13 @@ def test_paths_and_urls_are_refused_in_every_api(served: Served, tmp_path: Path)
         source = {"type": "url", "url": place}
         bodies = {
             "chat/completions": {
-                "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": place}}]}]
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": place}}]}
+                ]
             },
-            "responses": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": place}]}]},
+            "responses": {
+                "input": [{"role": "user", "content": [{"type": "input_image", "image_url": place}]}]
+            },
             "messages": {
                 "max_tokens": 9,
                 "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],

@@ -61,9 +61,15 @@ class Setup:
         assert placeholders is not None
         found = []
         for prompt, (text, chosen) in enumerate(PROMPTS):
-            ids = tokenizer(text.replace("I", PLACEHOLDERS[self.family]), add_special_tokens=False)["input_ids"]
-            expanded, placed = placeholders.expand(np.array(ids, np.int32), [image(i) for i in chosen], "a test")
-            placed = tuple(replace(each, image=replace(each.image, data=ray.put(each.image.data))) for each in placed)
+            ids = tokenizer(text.replace("I", PLACEHOLDERS[self.family]), add_special_tokens=False)[
+                "input_ids"
+            ]
+            expanded, placed = placeholders.expand(
+                np.array(ids, np.int32), [image(i) for i in chosen], "a test"
+            )
+            placed = tuple(
+                replace(each, image=replace(each.image, data=ray.put(each.image.data))) for each in placed
+            )
             for sample in range(SAMPLES):
                 seed = sample_seed(0, step, f"p{prompt}", sample)
                 found.append(SampleRequest(f"p{prompt}", sample, expanded, seed, images=placed))
@@ -100,7 +106,9 @@ def trainer_of(path: Path, **settings: Any) -> TrainingEngine:
 
 def fetched(placed: PlacedImage) -> PlacedImage:
     data = placed.image.data
-    return replace(placed, image=replace(placed.image, data=data if isinstance(data, bytes) else ray.get(data)))
+    return replace(
+        placed, image=replace(placed.image, data=data if isinstance(data, bytes) else ray.get(data))
+    )
 
 
 def of_tower(name: str) -> bool:
@@ -115,7 +123,9 @@ FAMILIES = [
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def setup(ray_session: None, vision_model: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Setup]:
+def setup(
+    ray_session: None, vision_model: Callable[[str], Path], request: pytest.FixtureRequest
+) -> Iterator[Setup]:
     """One engine a family, of a run that trains the tower."""
     path = vision_model(request.param)
     engines = Engines(path, environment=cloudpickle.dumps(tiny.Zoom), train_vision=True, **EPISODES)
@@ -188,7 +198,8 @@ def test_every_turn_sees_the_images_of_its_observations(setup: Setup) -> None:
     placed = tuple(replace(each, image=replace(each.image, data=ray.put(each.image.data))) for each in placed)
     start = EpisodeStart({"shown": pictures()}, chat, image_key="images")
     requests = [
-        SampleRequest("turns", n, expanded, sample_seed(0, 5, "turns", n), start, images=placed) for n in range(4)
+        SampleRequest("turns", n, expanded, sample_seed(0, 5, "turns", n), start, images=placed)
+        for n in range(4)
     ]
     every = list(range(len(tokenizer)))  # a turn is one token
     found = setup.engines.sample(requests, max_new_tokens=250, stop_token_ids=every)

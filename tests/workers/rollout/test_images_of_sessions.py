@@ -1,4 +1,6 @@
-"""Images that agents send, without an engine: their places in prompts, what tells them apart, what is refused."""
+"""Images that agents send, without an engine: their places in prompts, what tells them apart, what is
+refused.
+"""
 
 import base64
 import io
@@ -39,7 +41,9 @@ def part(url: Any) -> dict[str, Any]:
 
 def asks(*content: Any) -> dict[str, Any]:
     """A user's message. Numbers are images."""
-    parts = [{"type": "text", "text": each} if isinstance(each, str) else part(URLS[each]) for each in content]
+    parts = [
+        {"type": "text", "text": each} if isinstance(each, str) else part(URLS[each]) for each in content
+    ]
     return {"role": "user", "content": parts}
 
 
@@ -213,26 +217,36 @@ def test_a_record_s_images_come_back_as_they_were(gateway: Gateway) -> None:
 
 def shown(digests: list[int], start: int) -> tuple[PlacedImage, ...]:
     """Images of 3 tokens each behind a token at `start`."""
-    return tuple(PlacedImage(Image(digest, 28, 28, b"x"), start + 1 + 3 * n, 3) for n, digest in enumerate(digests))
+    return tuple(
+        PlacedImage(Image(digest, 28, 28, b"x"), start + 1 + 3 * n, 3) for n, digest in enumerate(digests)
+    )
 
 
-@given(st.lists(st.tuples(st.integers(-1, 5), st.lists(st.integers(0, 2), max_size=2)), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.integers(-1, 5), st.lists(st.integers(0, 2), max_size=2)), min_size=1, max_size=6)
+)
 def test_rows_of_any_tree_hold_the_images_of_their_paths(turns: list[tuple[int, list[int]]]) -> None:
-    """Images have equal ids: keys alone tell which one a row shows. A record answers the same images alone."""
+    """Images have equal ids: keys alone tell which one a row shows. A record answers the same
+    images alone.
+    """
     session, nodes, meanings = Session("s", max_turns=9), list[Node](), dict[int, list[int]]()
     for number, (place, chosen) in enumerate(turns):
         parent = nodes[place % number] if place >= 0 and number else None
         before, new = session.whole(parent), ids([7] + [9, 9, 9] * len(chosen))
         images = (*before.images, *shown(chosen, len(before.ids)))
         prompt = np.concatenate([before.ids, new])
-        node = session.add(Asked([], parent=parent), prompt, response([100 + number]), number=number, images=images)
+        node = session.add(
+            Asked([], parent=parent), prompt, response([100 + number]), number=number, images=images
+        )
         node.received = True
         assert session.whole(node).images == images
         nodes.append(node)
         above = meanings[parent.number] if parent else []
         meanings[number] = [*above, *keys(new, shown(chosen, 0)).tolist(), 100 + number]
     rows, images_of_rows = session.rows(), session.row_images
-    found = [keys(row["input_ids"], images).tolist() for row, images in zip(rows, images_of_rows, strict=True)]
+    found = [
+        keys(row["input_ids"], images).tolist() for row, images in zip(rows, images_of_rows, strict=True)
+    ]
     assert found[-len(session.leaves) :] == [meanings[leaf.number] for leaf in session.leaves]
     branches = branches_of(rows, session.prompt_tokens, images_of_rows)
     assert [branch.images for branch in branches] == images_of_rows[1:]

@@ -66,7 +66,9 @@ def test_the_reward_is_the_mean_over_leaves_and_missing_where_nothing_gives_it(
     result, rows = play(session, given, needs_reward=needs_reward)
     score = result.environment
     assert score is not None and score.reward == (reward or 0.0)
-    assert bool(score.failure) == (reward is None) and (not score.failure or score.failure.startswith("agent: "))
+    assert bool(score.failure) == (reward is None) and (
+        not score.failure or score.failure.startswith("agent: ")
+    )
     assert offsets is None or [offset for _, offset, _ in score.credit] == offsets
     named = {"agent": 0.5} if given and not needs_reward else {}
     assert (score.parts, score.answer) == ((given.parts | named, given.answer) if given else ({}, ""))
@@ -119,7 +121,9 @@ def test_an_agent_that_dies_with_its_engine_has_not_failed() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     actor, dying = VllmEngineActor.__new__(VllmEngineActor), Dying()
-    vars(actor).update(index=0, config=RolloutConfig(), _engine=dying, _agents=dying, _front=None, _sessions={})
+    vars(actor).update(
+        index=0, config=RolloutConfig(), _engine=dying, _agents=dying, _front=None, _sessions={}
+    )
     request = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5, start=EpisodeStart({}, ""))
     with pytest.raises(EngineDeadError):
         asyncio.run(actor._play_session(request, SamplingConfig(), dying))  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Agents on stock clients, all at once, against a real engine; and what hostile clients ask of their sessions."""
+"""Agents on stock clients, all at once, against a real engine; and what hostile clients ask of their
+sessions.
+"""
 
 import json
 import socket
@@ -55,9 +57,16 @@ class Served:
         self.seen: Counter[Any] = Counter()
 
     def _actor(self, model: Path, config: RolloutConfig, agent: Any) -> Any:
-        options = {"index": 0, "placement": "shared_memory", "max_model_tokens": agent_model.MAX_TOKENS, "seed": 0}
+        options = {
+            "index": 0,
+            "placement": "shared_memory",
+            "max_model_tokens": agent_model.MAX_TOKENS,
+            "seed": 0,
+        }
         actor = ray.remote(RecordedActor).options(num_cpus=1, max_concurrency=2000)
-        return actor.remote(ModelConfig(path=str(model)), config, environment=cloudpickle.dumps(agent), **options)
+        return actor.remote(
+            ModelConfig(path=str(model)), config, environment=cloudpickle.dumps(agent), **options
+        )
 
     def call(self, method: str, *arguments: Any) -> Any:
         return ray.get(getattr(self.pool.actors[0], method).remote(*arguments), timeout=120)
@@ -66,7 +75,9 @@ class Served:
         """Let an agent of each kind play a session, all at once. Returns the results with their rows."""
         prompt = np.array(self.tokenizer("What?")["input_ids"], np.int32)
         requests = [
-            SampleRequest(name, number, prompt, 1000 + number, EpisodeStart({"client": name, "number": number}, ""))
+            SampleRequest(
+                name, number, prompt, 1000 + number, EpisodeStart({"client": name, "number": number}, "")
+            )
             for number, name in enumerate(clients)
         ]
         finished, router = generate(self.pool, requests, SAMPLING)
@@ -74,7 +85,9 @@ class Served:
         found = []
         for result, block in finished:
             rows = ray.get(block)
-            found.append((result.uid, result, [rows.row(result.row + at) for at in range(1 + len(result.branches))]))
+            found.append(
+                (result.uid, result, [rows.row(result.row + at) for at in range(1 + len(result.branches))])
+            )
         return found
 
     def sampled(self) -> Counter[Any]:
@@ -106,7 +119,9 @@ def shown(served: Served, clients: list[str]) -> dict[str, Counts]:
             assert (found.roots, found.continued) == (parts["roots"], parts["continued"]), name
         by_client[name] = by_client.get(name, Counts()) + found
     every = sum(by_client.values(), Counts())
-    orphans, doubles = session_checks.against(served.sampled(), [rows for _, _, rows in played], every.dropped)
+    orphans, doubles = session_checks.against(
+        served.sampled(), [rows for _, _, rows in played], every.dropped
+    )
     print(session_checks.table(by_client), f"orphans {orphans} doubles {doubles}", sep="\n")
     assert (every.sessions, every.encoded_again, orphans, doubles) == (len(clients), 0, 0, 0)
     assert every.difference <= TOLERANCE
@@ -122,7 +137,9 @@ def test_sessions_of_stock_clients_are_what_the_engine_sampled(served: Served) -
 
 
 @pytest.mark.slow
-def test_64_sessions_of_clients_and_frameworks_are_what_the_engine_sampled(ray_session: None, tmp_path: Path) -> None:
+def test_64_sessions_of_clients_and_frameworks_are_what_the_engine_sampled(
+    ray_session: None, tmp_path: Path
+) -> None:
     from tests.workers.rollout import framework_agents
 
     names = [each.__name__ for each in framework_agents.FRAMEWORKS]
@@ -166,7 +183,10 @@ class Party:
             answer = self.post(CHAT, body)
             assert answer.status_code == 200, answer.text
             message = answer.json()["choices"][0]["message"]
-            messages += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": f"{turn}?"}]
+            messages += [
+                {"role": "assistant", "content": message["content"]},
+                {"role": "user", "content": f"{turn}?"},
+            ]
 
     def closed(self) -> tuple[Counts, list[Row]]:
         rows, told = self.served.call("close_session", self.name)
@@ -196,7 +216,9 @@ def wrong(answer: httpx.Response, case: Hostile) -> str:
 
 
 def settled(served: Served, parties: list[Party]) -> dict[str, Counts]:
-    """Close the sessions. All that they hold is what the engine sampled, and all that it sampled is in one of them."""
+    """Close the sessions. All that they hold is what the engine sampled, and all that it sampled is in one of
+    them.
+    """
     found, rows = {}, []
     for party in parties:
         found[party.name], mine = party.closed()
@@ -223,7 +245,9 @@ def test_hostile_requests_are_refused_in_their_apis_form_and_the_session_goes_on
         failures += [f"{case.name} {case.route}: {reason}"] if reason else []
     print(sorted(took.items(), key=lambda item: -item[1])[:8])
     for method, path in ABSENT:
-        answer = party.client.request(method, f"{party.url}{path}".replace("OTHER", victim.name), content=b"{}")
+        answer = party.client.request(
+            method, f"{party.url}{path}".replace("OTHER", victim.name), content=b"{}"
+        )
         reason = wrong(answer, Hostile(path, path, b"", frozenset({404, 401})))
         failures += [f"{method} {path}: {reason}"] if reason else []
     assert failures == [], "\n".join(failures)

@@ -1,4 +1,6 @@
-"""Our senders into vLLM's real models on a CPU: by file, and by vLLM's engines of `nccl` and `ipc` (`stand_ins`)."""
+"""Our senders into vLLM's real models on a CPU: by file, and by vLLM's engines of `nccl` and `ipc`
+(`stand_ins`).
+"""
 
 import itertools
 import sys
@@ -35,7 +37,12 @@ UNTIED = (
     "gpt_oss",
     "gemma3",
 )  # vLLM does not tie the first two; a tied Gemma 3 without training only repeats itself
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 256}
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
 """What vLLM's kernels for CPUs take."""
 
 
@@ -81,12 +88,17 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(weight_transfer.ENGINE_OF_BACKEND, "shared_memory", of_gpu)
         for name in [name for name in sys.modules if name.startswith("llvmlite")]:
-            patch.delitem(sys.modules, name)  # Numba's, which the policy loads and vLLM stumbles over when it starts
-        # On a machine that has not seen the family, vLLM starts a process that imports all of it, only to look at it.
+            patch.delitem(
+                sys.modules, name
+            )  # Numba's, which the policy loads and vLLM stumbles over when it starts
+        # On a machine that has not seen the family, vLLM starts a process that imports all of it, only to
+        # look at it.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         config = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
         model = ModelConfig(path=path)
-        worker = VllmEngineActor(model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0)
+        worker = VllmEngineActor(
+            model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0
+        )
         replica = LocalReplica(worker)
         replica.start()
     return replica
@@ -100,7 +112,9 @@ def sending(
     communicator: Communicator,
     keep: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[Callable[[int], None]]:
-    """As `PolicyWorker.connect_engines`, or the file of a CPU run. keep: of the weights' names, those that are sent."""
+    """As `PolicyWorker.connect_engines`, or the file of a CPU run. keep: of the weights' names, those that
+    are sent.
+    """
     if placement == "shared_memory":
         weights = partial(policy.named_weights, torch.float32, 0)
         yield lambda version: engines[0].update_weights(pack_weights(weights()), version)
@@ -114,7 +128,9 @@ def sending(
         sender = gpu_transfer.WeightSender(
             placement,
             engines,
-            lambda: ((name, weight) for name, weight in policy.named_weights(torch.float32, keeper) if keep(name)),
+            lambda: (
+                (name, weight) for name, weight in policy.named_weights(torch.float32, keeper) if keep(name)
+            ),
             {name: weight for name, weight in metadata.items() if keep(name)},
             rank=dist.get_rank(),
             tensor_parallel=1,
@@ -146,7 +162,9 @@ def differences(policy: TrainingEngine, replica: LocalReplica) -> torch.Tensor:
 
 
 def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
-    """Two updates, each with other weights: differences of the log-probs before and after, and what travelled."""
+    """Two updates, each with other weights: differences of the log-probs before and after, and what
+    travelled.
+    """
     policy, replica, communicator = build_policy(path, lora), start_replica(path, placement), Communicator(1)
     before = differences(policy, replica)
     found = {"before": float(before.max()), "before_mean": float(before.mean())}
@@ -156,12 +174,18 @@ def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
             found["changed"] = largest_difference(policy, replica)
             send(version)
         sent = differences(policy, replica)
-        found |= {"sent": float(sent.max()), "sent_mean": float(sent.mean()), "version": replica.weight_version()}
+        found |= {
+            "sent": float(sent.max()),
+            "sent_mean": float(sent.mean()),
+            "version": replica.weight_version(),
+        }
     replica.stop()
     return found | {"joined": communicator.joined, "chunks": len(communicator.sent)}
 
 
-def check_transfer(processes: RankPool, folder: Any, family: str, placement: str, lora: int = 0, **sizes: Any) -> None:
+def check_transfer(
+    processes: RankPool, folder: Any, family: str, placement: str, lora: int = 0, **sizes: Any
+) -> None:
     path = save_model(folder, family, **sizes)
     (found,) = processes.run(transfer, 1, path, placement, lora)
     assert found["before"] < LOG_PROB_TOLERANCE
@@ -198,7 +222,9 @@ def send_to_nobody(path: str, placement: str) -> None:
 
 @pytest.mark.parametrize("placement", ["apart", "colocated"])
 def test_streams_wait_for_weights_that_another_stream_makes(processes, tmp_path, placement):
-    """A layer's experts are gathered at once and read on two streams in turn. `without_gpus` looks for races."""
+    """A layer's experts are gathered at once and read on two streams in turn. `without_gpus`
+    looks for races.
+    """
     processes.run(send_to_nobody, 1, save_model(tmp_path / "model", "qwen3_moe"), placement)
 
 
@@ -238,13 +264,20 @@ def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("family", "placement", "left_out", "named"),
     [
-        ("qwen2", "apart", "layers.1.self_attn.k_proj.weight", "a part of model.layers.1.self_attn.qkv_proj.weight"),
+        (
+            "qwen2",
+            "apart",
+            "layers.1.self_attn.k_proj.weight",
+            "a part of model.layers.1.self_attn.qkv_proj.weight",
+        ),
         ("qwen2", "colocated", "lm_head.weight", "lm_head.weight"),
         ("mixtral", "apart", "layers.0.block_sparse_moe.experts.2.w3.weight", "routed_experts.w13_weight"),
         ("gpt_oss", "colocated", "layers.1.self_attn.sinks", "model.layers.1.attn.sinks"),
     ],
 )
-def test_an_update_that_leaves_a_weight_out_is_refused_by_name(processes, tmp_path, family, placement, left_out, named):
+def test_an_update_that_leaves_a_weight_out_is_refused_by_name(
+    processes, tmp_path, family, placement, left_out, named
+):
     path = save_model(tmp_path / "model", family)
     ((message, difference),) = processes.run(refused, 1, path, placement, left_out)
     assert "rollout replica 0 could not" in message

@@ -1,4 +1,6 @@
-"""A Qwen2 of 240 thousand parameters with tied embeddings and a tokenizer, and its log-probs by transformers."""
+"""A Qwen2 of 240 thousand parameters with tied embeddings and a tokenizer, and its log-probs by
+transformers.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Users' code found in a process of its own: what comes back works elsewhere, and this process has not imported it."""
+"""Users' code found in a process of its own: what comes back works elsewhere, and this process has not
+imported it.
+"""
 
 import os
 import sys
@@ -26,7 +28,9 @@ def score(response):
 
 def test_a_function_of_a_file_works_without_the_file_and_is_not_imported_here(tmp_path: Path) -> None:
     before, file = set(sys.modules), tmp_path / "mine.py"
-    file.write_text("BONUS = 2\n\n\ndef score(response, *, scale=1):\n    return scale * (len(response) + BONUS)\n")
+    file.write_text(
+        "BONUS = 2\n\n\ndef score(response, *, scale=1):\n    return scale * (len(response) + BONUS)\n"
+    )
     found = find_function("reward.function", f"{file}:score", timeout_s=20)
     file.unlink()
     assert found.signature == Signature(("response", "scale"), ("response",), takes_all=False)
@@ -69,7 +73,9 @@ def test_a_function_of_a_module_is_found_with_no_arguments_to_parse(
     assert cloudpickle.loads(found.packed)("") == 3
 
 
-def test_what_a_module_writes_when_it_is_imported_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_module_writes_when_it_is_imported_is_seen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "telling.py").write_text(
         "import sys\nprint('here I am')\nprint('and here', file=sys.stderr)\ndef score(response): ...\n"
     )
@@ -78,14 +84,18 @@ def test_what_a_module_writes_when_it_is_imported_is_seen(tmp_path: Path, capfd:
 
 
 def test_a_function_may_hold_much(tmp_path: Path) -> None:
-    (tmp_path / "much.py").write_text("TABLE = 'x' * 2**24\n\n\ndef reward(response):\n    return len(TABLE)\n")
+    (tmp_path / "much.py").write_text(
+        "TABLE = 'x' * 2**24\n\n\ndef reward(response):\n    return len(TABLE)\n"
+    )
     found = find_function("reward.function", f"{tmp_path / 'much.py'}:reward", timeout_s=60)
     assert len(found.packed) > 2**24
     function = RewardFunction("reward", 1.0, found.packed, ())
     assert try_rewards([function], {}, 30).reward == 2**24
 
 
-REQUIRES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
+REQUIRES = (
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
+)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,9 @@ def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path, top: str, told
     ["from yaml import safe_load", "import yaml\nyaml.safe_load('1')", "import yaml.nodes"],
     ids=["name", "attribute", "module"],
 )
-def test_a_file_in_the_place_of_a_package_is_named(tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_place_of_a_package_is_named(
+    tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "yaml.py").write_text("# my notes on YAML\n")
     (tmp_path / "mine.py").write_text(

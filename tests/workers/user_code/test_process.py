@@ -18,7 +18,9 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
 
 def obedient(payload: str) -> Callable[[str, Any], None]:
-    """Answers with its number and that of a process that it has started; hangs or exits when it is asked to."""
+    """Answers with its number and that of a process that it has started; hangs or exits when it
+    is asked to.
+    """
 
     def answer(request: str, reply: Callable[[Any], None]) -> None:
         if request == "hang":

@@ -138,7 +138,9 @@ FAILURES = [
 
 def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
     scores = run(process(packed(obey)), "a", *(word for word, _ in FAILURES), "exit", "ccc")
-    for score, reason in zip(scores, ["", *(reason for _, reason in FAILURES), FAILURES[2][1], ""], strict=True):
+    for score, reason in zip(
+        scores, ["", *(reason for _, reason in FAILURES), FAILURES[2][1], ""], strict=True
+    ):
         assert score.failure.startswith(reason) and len(score.failure) < 400
         assert bool(score.failure) == bool(reason)
     assert [score.reward for score in scores] == [1.0, *[0.0] * (len(FAILURES) + 1), 3.0]
@@ -146,12 +148,20 @@ def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
     assert scores[-1].answer == "ccc"
 
 
-async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]) -> object:
+async def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]
+) -> object:
     extra_info["calls"] = extra_info.get("calls", 0) + 1  # what one call writes, another one does not read
-    return {"score": float(solution_str == ground_truth), "acc": extra_info["calls"] == 1, "pred": data_source}
+    return {
+        "score": float(solution_str == ground_truth),
+        "acc": extra_info["calls"] == 1,
+        "pred": data_source,
+    }
 
 
-@pytest.mark.parametrize("truth", [{"ground_truth": "4"}, {"reward_model": {"ground_truth": "4", "style": "rule"}}])
+@pytest.mark.parametrize(
+    "truth", [{"ground_truth": "4"}, {"reward_model": {"ground_truth": "4", "style": "rule"}}]
+)
 @pytest.mark.parametrize("extra", [{}, {"extra_info": None}, {"extra_info": {"index": 3}}])
 def test_verls_compute_score_runs_as_it_is(
     process: Callable, truth: dict[str, object], extra: dict[str, object]
@@ -171,7 +181,11 @@ def test_half_a_character_of_a_function_stays_in_its_process(process: Callable) 
         return {"reward": 1, "answer": "x\ud800", "z\ud800": 2}
 
     found, failed = run(process(packed(halves)), "a", "raises")
-    assert (found.answer, found.parts, failed.failure) == ("x?", {"z?": 2.0}, "halves: raised ValueError: y\\udfff")
+    assert (found.answer, found.parts, failed.failure) == (
+        "x?",
+        {"z?": 2.0},
+        "halves: raised ValueError: y\\udfff",
+    )
 
 
 def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Callable) -> None:
@@ -181,7 +195,9 @@ def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Cal
     assert scores[0].failure == "obey_in_time: took more than reward.timeout_s=2 s"
 
 
-def test_what_a_function_prints_is_shown_and_cut(process: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_function_prints_is_shown_and_cut(
+    process: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
     def talk(response: str) -> float:
         print("scored")
         print("x" * 10**7)

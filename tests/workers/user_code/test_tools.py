@@ -1,4 +1,6 @@
-"""Users' tools in real processes: whatever they do, the policy reads what happened, and the episode goes on."""
+"""Users' tools in real processes: whatever they do, the policy reads what happened, and the
+episode goes on.
+"""
 
 import asyncio
 from pathlib import Path

@@ -4,8 +4,8 @@
     chunks --> vLLM's own loading --> layers that are complete take the new weights
     finish --> left_out(model)? --> none: resume    some: ValueError that names them
 
-vLLM by itself keeps the old weights of omitted parameters, with a warning in a log. Here are the engines of `ipc`,
-`nccl` and `shared_memory`, which reads a safetensors file.
+vLLM by itself keeps the old weights of omitted parameters, with a warning in a log. Here are the engines of
+`ipc`, `nccl` and `shared_memory`, which reads a safetensors file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,10 +42,11 @@ STACKED_EXPERTS = ".mlp.experts."
 
 
 def left_out(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
-    """Return parameters that an update has not brought, or only in part. Call it before vLLM finishes the update.
+    """Return parameters that an update has not brought, or only in part. Call it before vLLM finishes the
+    update.
 
-    frozen: modules that keep their weights. A module with two names (an MoE layer's router) counts once. Scales of a KV
-    cache do not count.
+    frozen: modules that keep their weights. A module with two names (an MoE layer's router) counts once.
+    Scales of a KV cache do not count.
     """
     missing = []
     for prefix, module in model.named_modules():
@@ -62,7 +63,9 @@ def left_out(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
         loaded = {name for name, _ in info.loaded_weights}
         missing += [f"{prefix}.{name}" for name in sizes if name not in loaded]
         # Other layers may be padded beyond a checkpoint's size.
-        plain = isinstance(getattr(module, "quant_method", None), (UnquantizedLinearMethod, UnquantizedFusedMoEMethod))
+        plain = isinstance(
+            getattr(module, "quant_method", None), (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
+        )
         if plain and sizes.keys() <= loaded and info.load_numel < sum(sizes.values()):
             missing += [f"a part of {prefix}.{name}" for name in sizes]
     return sorted(missing)
@@ -102,7 +105,8 @@ def _tied(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]
 def _gpt_oss(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Adapt gpt-oss, whose stacked experts and sinks vLLM writes without the loaders that it reloads with.
 
-    Its loaders take one expert at a time, as `...mlp.experts.NUMBER.NAME`. The sinks' loader exists but is not called.
+    Its loaders take one expert at a time, as `...mlp.experts.NUMBER.NAME`. The sinks' loader exists but is
+    not called.
     """
     layer, stacked, parameter = name.partition(STACKED_EXPERTS)
     if stacked:
@@ -159,8 +163,8 @@ def _as_it_loads(model: nn.Module) -> Any:
 class CompleteUpdate(WeightTransferEngine[Any, Any]):
     """Mixed into vLLM's weight-transfer engines that reload layer by layer.
 
-    at_once: whether one call brings all weights. That call then raises, and vLLM takes further updates. Otherwise
-    `finish_weight_update` raises, after which vLLM takes none.
+    at_once: whether one call brings all weights. That call then raises, and vLLM takes further updates.
+    Otherwise `finish_weight_update` raises, after which vLLM takes none.
     """
 
     at_once: ClassVar[bool] = True
@@ -229,7 +233,9 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Load whole models from a file, layer by layer: a bare `load_weights` cannot write vLLM's packed CPU weights."""
+    """Load whole models from a file, layer by layer: a bare `load_weights` cannot write vLLM's packed CPU
+    weights.
+    """
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo

@@ -42,7 +42,8 @@ class EngineClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = [init_info] * len(self._engines)
         if "rank_offset" in init_info:
-            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are separate.
+            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are
+            # separate.
             offsets = itertools.count(init_info["rank_offset"], self._tensor_parallel)
             infos = [info | {"rank_offset": offset} for info, offset in zip(infos, offsets, strict=False)]
         call_replicas(self._engines, "init_transfer", [(info,) for info in infos])
@@ -52,7 +53,9 @@ class EngineClient:
         call_replicas(self._engines, "begin_update", [()] * len(self._engines))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """With nccl in a thread, while the trainer broadcasts. A failure ends the broadcast by `on_failure`."""
+        """With nccl in a thread, while the trainer broadcasts. A failure ends the broadcast by
+        `on_failure`.
+        """
         try:
             call_replicas(self._engines, "receive_update", [(update_info,)] * len(self._engines))
         except BallastError as error:
@@ -68,8 +71,8 @@ class EngineClient:
 def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
     """Call `method` of every replica with its arguments and wait for all.
 
-    Raises at the first failure, because the others may wait for that replica: our errors unchanged, LostError for a
-    lost actor, RolloutError otherwise.
+    Raises at the first failure, because the others may wait for that replica: our errors unchanged, LostError
+    for a lost actor, RolloutError otherwise.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -83,7 +86,9 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple
         except RayTaskError as error:
             if isinstance(error.cause, BallastError):
                 raise error.cause from error
-            raise RolloutError(f"rollout replica {replicas[done]} failed in {method}: {error.cause!r}") from error
+            raise RolloutError(
+                f"rollout replica {replicas[done]} failed in {method}: {error.cause!r}"
+            ) from error
         except RayError as error:
             raise LostError(f"rollout replica {replicas[done]} was lost in {method}: {error}") from error
 
@@ -91,23 +96,26 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple
 class GatheredWeights(WeightSource):
     """vLLM's view of the policy's weights.
 
-    `weights()` iterates over (name, whole tensor), including a tied `lm_head.weight`. Collective over the policy's
-    ranks. `metadata`: meta tensors of every pass, in its order.
+    `weights()` iterates over (name, whole tensor), including a tied `lm_head.weight`. Collective over the
+    policy's ranks. `metadata`: meta tensors of every pass, in its order.
     """
 
     def __init__(self, weights: NamedWeights, metadata: Mapping[str, Tensor]) -> None:
         self._weights = weights
         self.computation = torch.cuda.current_stream()
-        self._metadata = [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()]
+        self._metadata = [
+            ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()
+        ]
 
     def metadata(self) -> list[ParamMeta]:
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather on the computation's stream. vLLM reads on streams of its own in turn, which wait for it here.
+        """Gather on the computation's stream. vLLM reads on streams of its own in turn, which wait for it
+        here.
 
-        Without this, a conversion's tensors, such as a layer's experts, were gathered on one stream and read on the
-        next one, and the first gathers did not wait for the optimizer.
+        Without this, a conversion's tensors, such as a layer's experts, were gathered on one stream and read
+        on the next one, and the first gathers did not wait for the optimizer.
         """
         weights = self._weights()
         while True:
@@ -139,8 +147,9 @@ class WeightSender:
     ) -> None:
         """Connect to the engines. Collective over the policy's ranks, whose CUDA device must be current.
 
-        engines: handles of all actors, started. weights, metadata: see `GatheredWeights`. Only rank zero needs whole
-        tensors with `apart`, every rank with `colocated`. address, port: free, at policy rank zero, for `apart`.
+        engines: handles of all actors, started. weights, metadata: see `GatheredWeights`. Only rank zero
+        needs whole tensors with `apart`, every rank with `colocated`. address, port: free, at policy rank
+        zero, for `apart`.
         buffer_bytes: sent at a time.
         """
         self._client = EngineClient(engines, tensor_parallel)
@@ -152,7 +161,9 @@ class WeightSender:
         if placement == "colocated":
             largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
             # Packed, because unpacked would hold a second copy of the model at once.
-            info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer_bytes, largest))
+            info = IPCTrainerInitInfo(
+                rank=rank, packed=True, packed_buffer_size_bytes=max(buffer_bytes, largest)
+            )
         else:
             info = NCCLTrainerInitInfo(
                 master_address=address,
@@ -161,15 +172,17 @@ class WeightSender:
                 rank=rank,
                 packed_buffer_size_bytes=buffer_bytes,
             )
-        self._trainer_side = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        self._trainer_side = WeightTransferTrainerFactory.trainer_init(
+            info, client=self._client, source=source
+        )
         # vLLM ends the communicator by aborting it, which also ends a broadcast that waits for a lost engine.
         self._client.on_failure = self._trainer_side.shutdown
 
     def send(self, version: int) -> None:
         """Send the weights to all engines as `version`. Collective over the policy's ranks.
 
-        Raises on rank zero, and cannot be used afterwards: RolloutError if an engine refuses the update, LostError if
-        an engine is lost.
+        Raises on rank zero, and cannot be used afterwards: RolloutError if an engine refuses the update,
+        LostError if an engine is lost.
         """
         self._client.version = version
         try:

@@ -4,9 +4,10 @@
     driver:        references to [whole file, delta, delta, ...]
     engine:        its own file <--written-- those after its version;      vLLM then loads the file as a whole one
 
-Rank 0 and every engine keep the file in host memory: the model's bytes in the engines' dtype. An engine that starts
-late or missed a version begins with the whole file. Words are compared, not numbers: NaN and signs of zeros travel too.
-vLLM's own sparse patches are not used: they cannot write weights that a kernel has packed or quantized.
+Rank 0 and every engine keep the file in host memory: the model's bytes in the engines' dtype. An engine that
+starts late or missed a version begins with the whole file. Words are compared, not numbers: NaN and signs of
+zeros travel too. vLLM's own sparse patches are not used: they cannot write weights that a kernel has packed
+or quantized.
 """
 
 import json
@@ -44,7 +45,8 @@ def checksum(file: np.ndarray) -> int:
 class WeightDelta:
     """The words of a file that an update changed, in the file's order.
 
-    counts: uint32 [blocks], of changed words. offsets, values: uint16 [changed]. checksum: of the new file, or None.
+    counts: uint32 [blocks], of changed words. offsets, values: uint16 [changed]. checksum: of the new file,
+    or None.
     """
 
     counts: np.ndarray
@@ -62,7 +64,8 @@ class WeightDelta:
         file.view(np.uint16)[np.repeat(blocks, self.counts) + self.offsets] = self.values
         if self.checksum not in (None, checksum(file)):
             raise RolloutError(
-                "rollout.weight_sync=delta: an engine's weights differ from the policy's. Set rollout.weight_sync=full."
+                "rollout.weight_sync=delta: an engine's weights differ from the policy's. Set "
+                "rollout.weight_sync=full."
             )
 
 
@@ -74,10 +77,12 @@ class DeltaPacker:
         self._updates = self._sent_bytes = 0  # since the last whole file
 
     def pack(self, weights: "Iterable[tuple[str, Tensor]]", check: bool = False) -> tuple["Payload", Metrics]:
-        """Return the weights for engines that have those of the last call, valid until the next one, and metrics.
+        """Return the weights for engines that have those of the last call, valid until the next one, and
+        metrics.
 
-        The file is whole at first, if it is smaller than the deltas since the last whole one, and if more than `DENSE`
-        of the words changed. check: whether a delta has a checksum, as every `CHECK_EVERY`th has.
+        The file is whole at first, if it is smaller than the deltas since the last whole one, and if more
+        than `DENSE` of the words changed. check: whether a delta has a checksum, as every `CHECK_EVERY`th
+        has.
         """
         if not len(self._file):
             self._file = pack_weights(weights).copy()
@@ -88,7 +93,9 @@ class DeltaPacker:
         self._updates += 1
         check = check or self._updates % CHECK_EVERY == 0
         found = [changes[begin] for begin in sorted(changes)]
-        offsets, values = (np.concatenate([part[i] for part in found] or [np.empty(0, np.uint16)]) for i in (0, 1))
+        offsets, values = (
+            np.concatenate([part[i] for part in found] or [np.empty(0, np.uint16)]) for i in (0, 1)
+        )
         delta = WeightDelta(counts, offsets, values, checksum(self._file) if check else None)
         self._sent_bytes += delta.nbytes
         return self._packed(delta if self._sent_bytes <= len(self._file) else None, share)
@@ -97,7 +104,11 @@ class DeltaPacker:
         payload = self._file if delta is None else delta
         if delta is None:
             self._updates = self._sent_bytes = 0
-        found = {"weights_changed": share, "weights_mib": payload.nbytes / 2**20, "weights_whole": float(delta is None)}
+        found = {
+            "weights_changed": share,
+            "weights_mib": payload.nbytes / 2**20,
+            "weights_whole": float(delta is None),
+        }
         return payload, {name: Metric.max(value) for name, value in found.items()}
 
     def _compare(
@@ -105,20 +116,25 @@ class DeltaPacker:
     ) -> tuple[np.ndarray, dict[int, tuple[np.ndarray, np.ndarray]], float]:
         """Write the weights into the file.
 
-        Returns the changed words by block, offsets and values by the tensor's place unless they are dense, and the
-        share of changed words.
+        Returns the changed words by block, offsets and values by the tensor's place unless they are dense,
+        and the share of changed words.
         """
         import torch
 
-        words, places = torch.from_numpy(self._file).view(torch.int16), self._places()
+        words = torch.from_numpy(self._file).view(torch.int16)
+        places = self._places()
         counts = np.zeros((len(words) >> BLOCK_BITS) + 1, np.uint32)
         changes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         total = 0
         for name, tensor in weights:
             begin, end = places[name]
-            old, new = words[begin:end], tensor.detach().flatten().view(torch.int16)
-            at = (old.to(new.device) != new).nonzero().squeeze(1)  # where the weights are: few words cross the bus
-            values, at = new[at].cpu(), at.cpu()
+            old = words[begin:end]
+            new = tensor.detach().flatten().view(torch.int16)
+            at = (
+                (old.to(new.device) != new).nonzero().squeeze(1)
+            )  # where the weights are: few words cross the bus
+            values = new[at].cpu()
+            at = at.cpu()
             old[at] = values
             total += len(at)
             if total <= DENSE * len(words):
@@ -144,11 +160,14 @@ Payload = np.ndarray | WeightDelta
 
 
 class WeightFile:
-    """An engine's weights as a file in memory, into which deltas are written. version: of the weights, at first -1."""
+    """An engine's weights as a file in memory, into which deltas are written. version: of the weights, at
+    first -1.
+    """
 
     def __init__(self) -> None:
         self._opened = ExitStack()
-        self.version, self.path = -1, ""
+        self.version = -1
+        self.path = ""
 
     def take(self, payload: Payload, version: int) -> None:
         """Raises RolloutError if the checksum is wrong."""

@@ -8,8 +8,9 @@
         await engine.finish_weight_update(version)
         await engine.resume_generation()                  # they continue with the new weights, KV cache recomputed
 
-GPUs use `workers.engine.weights.gpu_transfer`. Torch and vLLM are imported late, because every vLLM process loads this
-module as a plugin. Without `end_with_actor` vLLM's processes would outlive a killed actor and keep its memory.
+GPUs use `workers.engine.weights.gpu_transfer`. Torch and vLLM are imported late, because every vLLM process
+loads this module as a plugin. Without `end_with_actor` vLLM's processes would outlive a killed actor and keep
+its memory.
 """
 
 import functools
@@ -73,7 +74,8 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
     for name, tensor in named_tensors:
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        # safetensors refuses two names for one storage. vLLM must get both (its output layer is a separate copy).
+        # safetensors refuses two names for one storage. vLLM must get both (its output layer is a separate
+        # copy).
         tensors[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
     return np.frombuffer(save(tensors), dtype=np.uint8)
@@ -82,7 +84,8 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
 @contextmanager
 def private_file(payload: np.ndarray) -> Iterator[str]:
     """Yield the path to `payload` as a file in memory, for processes of this user, until the block ends."""
-    # Unlike a file in /dev/shm, it vanishes with a killed process, and a container's small /dev/shm does not limit it.
+    # Unlike a file in /dev/shm, it vanishes with a killed process, and a container's small /dev/shm does not
+    # limit it.
     with os.fdopen(os.memfd_create("ballast-weights"), "wb") as file:
         os.fchmod(file.fileno(), 0o600)
         payload.tofile(file)

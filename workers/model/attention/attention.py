@@ -2,8 +2,8 @@
 
     RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
 
-The segments are passed as an argument. transformers would infer them from `position_ids`, and silently misses packing
-when a KV cache is created or an all-ones mask is passed.
+The segments are passed as an argument. transformers would infer them from `position_ids`, and silently misses
+packing when a KV cache is created or an all-ones mask is passed.
 
     backend   where                            sliding window   soft-capping   sinks
     flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
@@ -11,7 +11,8 @@ when a KV cache is created or an all-ones mask is passed.
     flash     CUDA, half precision             yes              yes            no       the flash-attn package
     sdpa      anywhere, a call a segment       yes              yes            yes
 
-Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head dimension, L tokens of one segment.
+Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head dimension, L tokens of one
+segment.
 """
 
 import logging
@@ -49,8 +50,8 @@ PackedAttention = Callable[..., Tensor]
     scores_ij = scale q_i . k_j, then softcap tanh(scores_ij / softcap)
     out_i = sum_j exp(scores_ij) v_j / (exp(sink) + sum_j exp(scores_ij))    over 0 <= i - j < window
 
-window: tokens that each token sees, itself included. sinks: [H], one logit a head. Only layers that have these three
-pass them, see `choose_backend`.
+window: tokens that each token sees, itself included. sinks: [H], one logit a head. Only layers that have
+these three pass them, see `choose_backend`.
 """
 
 
@@ -81,8 +82,8 @@ class Backend:
     def obstacle(self, installed: Installed) -> str:
         if self.generation not in (0, installed.generation):
             return (
-                f"needs a card of compute capability {self.generation}, and this one has {installed.generation}. Set "
-                "auto"
+                f"needs a card of compute capability {self.generation}, and this one has "
+                f"{installed.generation}. Set auto"
             )
         if self.package and self.package not in installed.packages:
             return f"needs the package {self.package.replace('_', '-')}, which is not installed. Set auto"
@@ -97,21 +98,31 @@ def choose_backend(
     installed: Installed | None = None,
     model: str = "the model",
 ) -> str:
-    """Return the backend of `model.attention` for packed rows. `auto` takes the first usable one of `BACKENDS`.
+    """Return the backend of `model.attention` for packed rows. `auto` takes the first usable one of
+    `BACKENDS`.
 
-    features: what the model needs, from `families.required_features`. model: its name in messages. Raises ConfigError
-    if the backend cannot run here or does not take packed rows, UnsupportedModelError if it lacks a feature.
+    features: what the model needs, from `families.required_features`. model: its name in messages. Raises
+    ConfigError if the backend cannot run here or does not take packed rows, UnsupportedModelError if it lacks
+    a feature.
     """
     installed = installed or Installed.here(device)
 
     def obstacle(kernel: str) -> str:
-        problem = kernel_problem(kernel, "packed", cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
+        problem = kernel_problem(
+            kernel, "packed", cuda=device.type == "cuda", half=compute_dtype.itemsize == 2
+        )
         return problem or BACKENDS[kernel].obstacle(installed)
 
     if setting == "auto":
         able = [name for name, backend in BACKENDS.items() if features <= backend.features]
         chosen = next(name for name in able if not obstacle(name))
-        log.info("model.attention=auto takes %s on %s in %s, for %s", chosen, device, compute_dtype, sorted(features))
+        log.info(
+            "model.attention=auto takes %s on %s in %s, for %s",
+            chosen,
+            device,
+            compute_dtype,
+            sorted(features),
+        )
         return chosen
     if problem := obstacle(setting):
         raise ConfigError(f"model.attention={setting} {problem}.")
@@ -153,7 +164,9 @@ def _attend_segment(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: cost grows linearly with L."""
+    """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: cost grows linearly with
+    L.
+    """
     length = query.shape[2]
     if softcap is not None or sinks is not None:
         return block_attention(query, key, value, scale, window, softcap, sinks)
@@ -161,15 +174,19 @@ def _attend_segment(
         return _kernel(query, key, value, is_causal=True, scale=scale)
     blocks = []
     for block in query_blocks(length, window):
-        rows, seen = slice(block.start, block.stop), slice(block.first, block.stop)
+        rows = slice(block.start, block.stop)
+        seen = slice(block.first, block.stop)
         visible = block.visible(window, query.device)
-        blocks.append(_kernel(query[:, :, rows], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale))
+        blocks.append(
+            _kernel(query[:, :, rows], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale)
+        )
     return torch.cat(blocks, dim=2)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
     if query.device.type == "cuda":
-        # Few kernels take grouped heads with a mask or in single precision. The fallback holds all scores in memory.
+        # Few kernels take grouped heads with a mask or in single precision. The fallback holds all scores in
+        # memory.
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
@@ -183,7 +200,8 @@ def flash_implementation(
     setting: str, device: torch.device, compute_dtype: torch.dtype, installed: Installed | None = None
 ) -> FlashImplementation:
     """Choose for all rows of an engine: plain ones, those with shared prefixes, and parts of a ring."""
-    half, kernel = compute_dtype.itemsize == 2, BACKENDS["flash3"]
+    half = compute_dtype.itemsize == 2
+    kernel = BACKENDS["flash3"]
     if setting not in ("auto", "flash3") or device.type != "cuda" or not half:
         return None
     return None if kernel.obstacle(installed or Installed.here(device)) else "FA3"
@@ -192,8 +210,8 @@ def flash_implementation(
 def use_flash_implementation(implementation: FlashImplementation) -> None:
     """Let torch's flash operators call it. "FA3" imports `flash_attn_interface`.
 
-    Through torch, torch.compile traces it, the FLOP counter counts it, and the operators that sinks and rings call use
-    it.
+    Through torch, torch.compile traces it, the FLOP counter counts it, and the operators that sinks and rings
+    call use it.
     """
     if current_flash_attention_impl() == implementation:
         return
@@ -209,7 +227,8 @@ def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
     from torch.nn.attention.varlen import varlen_attn
 
     segments = Segments.of(row.padded_lengths, device)
-    bounds, longest = segments.bounds, segments.longest
+    bounds = segments.bounds
+    longest = segments.longest
 
     def attend(
         query: Tensor,
@@ -245,7 +264,8 @@ def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
     from flash_attn import flash_attn_varlen_func
 
     segments = Segments.of(row.padded_lengths, device)
-    bounds, longest = segments.bounds, segments.longest
+    bounds = segments.bounds
+    longest = segments.longest
 
     def attend(
         query: Tensor,
@@ -277,15 +297,17 @@ def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 BACKENDS = {
-    "flash3": Backend(_torch_varlen, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
+    "flash3": Backend(
+        _torch_varlen, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9
+    ),
     "varlen": Backend(_torch_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
     "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"]),
 }
 """In the order in which `auto` prefers them."""
 
-# Arguments of transformers' layers that an attention function must not ignore: those computed here, with their names in
-# PackedAttention, and those refused.
+# Arguments of transformers' layers that an attention function must not ignore: those computed here, with
+# their names in PackedAttention, and those refused.
 COMPUTED_FEATURES = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 REFUSED_FEATURES = ("position_bias", "indices", "cache")
 
@@ -304,8 +326,8 @@ def ballast_packed(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises UnsupportedModelError, naming the module, for a feature that is not supported (a mask, a cache, a position
-    bias, dropout), or another window than the configuration states.
+    Raises UnsupportedModelError, naming the module, for a feature that is not supported (a mask, a cache, a
+    position bias, dropout), or another window than the configuration states.
     """
     name = type(module).__name__
     if packed_attention is None:
@@ -320,13 +342,19 @@ def ballast_packed(
     if key.shape[2] != query.shape[2]:
         asked.append("past_key_values")
     if asked:
-        raise UnsupportedModelError(f"{name} uses {', '.join(asked)}, which packed attention does not compute")
+        raise UnsupportedModelError(
+            f"{name} uses {', '.join(asked)}, which packed attention does not compute"
+        )
     _check_window(module, features.get("sliding_window"))
     computed = {
-        ours: features[theirs] for theirs, ours in COMPUTED_FEATURES.items() if features.get(theirs) is not None
+        ours: features[theirs]
+        for theirs, ours in COMPUTED_FEATURES.items()
+        if features.get(theirs) is not None
     }
     if getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{name} is not causal: it looks at later tokens, which packed attention does not")
+        raise UnsupportedModelError(
+            f"{name} is not causal: it looks at later tokens, which packed attention does not"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = packed_attention(*_of_one_size(query, key, value), scale, **computed)
     # Some families take a view of the output.
@@ -334,21 +362,26 @@ def ballast_packed(
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """Pad heads [..., D] to the largest D: latent attention has smaller values than keys, and kernels need one size."""
+    """Pad heads [..., D] to the largest D: latent attention has smaller values than keys, and kernels need
+    one size.
+    """
     sizes = [tensor.shape[-1] for tensor in tensors]
     missing = [max(sizes) - size for size in sizes]
-    return [F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)]
+    return [
+        F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)
+    ]
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
+    index = getattr(module, "layer_idx", None)
     if config is None or index is None:
         return
     expected = expected_window(config, index)
     if window != expected:
         raise UnsupportedModelError(
-            f"layer {index}, {type(module).__name__}, asks for sliding_window={window} where its configuration says "
-            f"{expected}"
+            f"layer {index}, {type(module).__name__}, asks for sliding_window={window} where its "
+            f"configuration says {expected}"
         )
 
 

@@ -3,8 +3,8 @@
     queries i..j --scores against visible keys--> softmax --> output of i..j          one block at a time
 
 All scores of a segment would be H L^2 numbers. Here at most `MOST_SCORES` exist at a time, or the scores of
-`FEWEST_QUERIES` queries. The backward pass recomputes them from the log-sum-exp, as flash attention does (Dao et al.
-2022, arXiv:2205.14135, appendix B):
+`FEWEST_QUERIES` queries. The backward pass recomputes them from the log-sum-exp, as flash attention does (Dao
+et al. 2022, arXiv:2205.14135, appendix B):
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap)             lse_i = log(exp(sink) + sum_j exp(s_ij))
     p_ij  = exp(s_ij - lse_i)                                   out_i = sum_j p_ij v_j
@@ -13,8 +13,8 @@ All scores of a segment would be H L^2 numbers. Here at most `MOST_SCORES` exist
 
 flex_attention has no backward pass on a CPU, and recompiles for each kind of layer on CUDA.
 
-Shapes: L tokens of one segment, K key-value heads with G query heads each, H = K G, B queries of a block, N visible
-keys, D head dimension.
+Shapes: L tokens of one segment, K key-value heads with G query heads each, H = K G, B queries of a block, N
+visible keys, D head dimension.
 """
 
 from dataclasses import dataclass
@@ -43,12 +43,15 @@ class Block:
 
 
 def query_blocks(length: int, window: int, heads: int = 1, most_scores: int = MOST_SCORES) -> list[Block]:
-    """Cut a segment into blocks of at most `most_scores` scores, or `FEWEST_QUERIES` queries, and no more than the
-    window.
+    """Cut a segment into blocks of at most `most_scores` scores, or `FEWEST_QUERIES` queries, and no more
+    than the window.
     """
     keys = min(length, 2 * window)
     size = min(window, max(FEWEST_QUERIES, most_scores // (heads * keys)))
-    return [Block(start, min(start + size, length), max(0, start - window + 1)) for start in range(0, length, size)]
+    return [
+        Block(start, min(start + size, length), max(0, start - window + 1))
+        for start in range(0, length, size)
+    ]
 
 
 def block_attention(
@@ -61,9 +64,11 @@ def block_attention(
     sinks: Tensor | None = None,
     most_scores: int = MOST_SCORES,
 ) -> Tensor:
-    """Compute attention: query [1, H, L, D], key, value [1, K, L, D], sinks [H] -> [1, H, L, D], dtype of `query`.
+    """Compute attention: query [1, H, L, D], key, value [1, K, L, D], sinks [H] -> [1, H, L, D], dtype of
+    `query`.
 
-    Sums are in at least float32. Arguments as in `attention.PackedAttention`. Supports first derivatives only.
+    Sums are in at least float32. Arguments as in `attention.PackedAttention`. Supports first derivatives
+    only.
     """
     _, heads, length, _ = query.shape
     grouped = query[0].unflatten(0, (key.shape[1], -1))
@@ -91,7 +96,9 @@ class _Rule:
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: _Rule) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: _Rule
+    ) -> Tensor:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=_wide(query), device=query.device)
         for block in rule.blocks:
@@ -109,12 +116,14 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        rule, wide = ctx.rule, lse.dtype
+        rule = ctx.rule
+        wide = lse.dtype
         delta = (grad_output.to(wide) * output).sum(-1)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
         for block in rule.blocks:
-            rows, seen = slice(block.start, block.stop), slice(block.first, block.stop)
+            rows = slice(block.start, block.stop)
+            seen = slice(block.first, block.stop)
             scores = rule.scores(query, key, block)
             weights = (scores - lse[:, :, rows, None]).exp_()
             weights.masked_fill_(~block.visible(rule.window, query.device), 0)
@@ -122,7 +131,9 @@ class _BlockAttention(torch.autograd.Function):
             grad_value[:, seen] += _transposed_product(weights.to(value.dtype), grad_rows)
             weights.mul_(_product(grad_rows, value[:, seen].mT).to(wide).sub_(delta[:, :, rows, None]))
             if rule.softcap is not None:
-                weights.mul_(1 - scores.div_(rule.softcap).square_())  # the derivative of softcap tanh(x / softcap)
+                weights.mul_(
+                    1 - scores.div_(rule.softcap).square_()
+                )  # the derivative of softcap tanh(x / softcap)
             grad_scores = weights.mul_(rule.scale).to(query.dtype)
             grad_query[:, :, rows] = _product(grad_scores, key[:, seen])
             grad_key[:, seen] += _transposed_product(grad_scores, query[:, :, rows])
@@ -150,7 +161,9 @@ def _by_group(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """[K, G, B, X] x [K, X, Y] -> [K, G, B, Y], without repeating keys and values for the heads of a group."""
+    """[K, G, B, X] x [K, X, Y] -> [K, G, B, Y], without repeating keys and values for the heads
+    of a group.
+    """
     return (rows.flatten(1, 2) @ matrix).unflatten(1, rows.shape[1:3])
 
 

@@ -1,4 +1,5 @@
-"""Context parallelism: the ranks of a group share every sequence, and gather the predictions of the whole row.
+"""Context parallelism: the ranks of a group share every sequence, and gather the predictions of the whole
+row.
 
     PackedRow --cut--> a rank's part --model--> log_probs, entropy of its tokens --gather_tokens--> of the row, [N]
 
@@ -17,7 +18,8 @@ Only attention looks at other tokens. Two methods exchange them:
 
 Every rank computes the loss of the whole row from the same predictions.
 
-Shapes: T cells of the padded row, N predicted tokens, H query heads, K key-value heads (K divides H), D head dimension.
+Shapes: T cells of the padded row, N predicted tokens, H query heads, K key-value heads (K divides H), D head
+dimension.
 """
 
 import math
@@ -43,7 +45,8 @@ def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
     (selected,) = to_device(device, mine.nonzero().squeeze(1))
     if row.image_cells is not None and row.image_source is not None:
         image_cells, order = place[row.image_cells].sort()
-        order, image_cells = order[image_cells >= 0], image_cells[image_cells >= 0]
+        order = order[image_cells >= 0]
+        image_cells = image_cells[image_cells >= 0]
         row = replace(row, image_cells=image_cells, image_source=row.image_source[order])
     return replace(
         row,
@@ -61,8 +64,8 @@ def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
 def gather_tokens(values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """Join the ranks' values [n, ...] at `selected` into [size, ...], the same on every rank of `group`.
 
-    Together the ranks' `selected` are a permutation of 0 .. size - 1. Backward takes each rank's own part of the
-    gradient without communication: a sum would count the same loss once a rank.
+    Together the ranks' `selected` are a permutation of 0 .. size - 1. Backward takes each rank's own part of
+    the gradient without communication: a sum would count the same loss once a rank.
     """
     return _GatherTokens.apply(values, selected, size, group)
 
@@ -83,13 +86,24 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class Ulysses:
-    def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
-        self._attention, self._group, self._size = attention, group, group.size()
+    def __init__(
+        self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device
+    ) -> None:
+        self._attention = attention
+        self._group = group
+        self._size = group.size()
         by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
         self._by_rank, self._in_order = to_device(device, by_rank, by_rank.argsort())
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, *, sinks: Tensor | None = None, **features: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        *,
+        sinks: Tensor | None = None,
+        **features: Any,
     ) -> Tensor:
         """query [1, H, T/cp, D], key and value [1, K, T/cp, D] -> [1, T/cp, H, D]."""
         repeats = math.lcm(key.shape[1], self._size) // key.shape[1]

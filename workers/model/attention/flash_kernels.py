@@ -1,16 +1,19 @@
-"""Flash attention with its log-sum-exp in and out, and the merging of blocks by it: ring parts, shared prefixes, sinks.
+"""Flash attention with its log-sum-exp in and out, and the merging of blocks by it: ring parts, shared
+prefixes, sinks.
 
     block = some queries, which see some keys --flash kernel--> out, lse of these keys --merged--> out, lse of all
 
     lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-(Milakov and Gimelshein 2018, arXiv:1805.02867, and Liu et al. 2023, arXiv:2310.01889). Given the out and lse of the
-whole attention, the backward kernel of one block returns the exact share of the gradient of that block.
+(Milakov and Gimelshein 2018, arXiv:1805.02867, and Liu et al. 2023, arXiv:2310.01889). Given the out and lse
+of the whole attention, the backward kernel of one block returns the exact share of the gradient of that
+block.
 
-torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on CUDA one
-call for all segments (half precision only), on the CPU one call a segment.
+torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on
+CUDA one call for all segments (half precision only), on the CPU one call a segment.
 
-Shapes: Q query tokens, T key tokens of all segments, H query heads, K key-value heads (K divides H), D head dimension.
+Shapes: Q query tokens, T key tokens of all segments, H query heads, K key-value heads (K divides H), D head
+dimension.
 """
 
 from collections.abc import Sequence
@@ -28,7 +31,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Segments:
-    """Hold the segments of a ragged tensor. bounds: cumulative lengths from 0, int32 [B + 1] on the device."""
+    """Hold the segments of a ragged tensor. bounds: cumulative lengths from 0, int32 [B + 1] on
+    the device.
+    """
 
     lengths: Sequence[int]
     bounds: Tensor
@@ -46,9 +51,9 @@ class Segments:
 class Block:
     """Define which queries see which keys, segment by segment. A segment has at most as many queries as keys.
 
-    causal: the last query of a segment sees all its keys. queries, keys: int64 positions in the row, None is all. A
-    position may be repeated in `keys`, not in `queries`. window: tokens that each token sees, itself included, only if
-    causal.
+    causal: the last query of a segment sees all its keys. queries, keys: int64 positions in the row, None is
+    all. A position may be repeated in `keys`, not in `queries`. window: tokens that each token sees, itself
+    included, only if causal.
     """
 
     query_segments: Segments
@@ -59,11 +64,13 @@ class Block:
     window: int | None = None
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute the attention of a block's queries [Q, H, D] over its key and value [T, K, D].
 
-    Returns (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]). On the CPU a window, or fewer queries than
-    keys, builds a mask of all pairs.
+    Returns (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]). On the CPU a window, or fewer
+    queries than keys, builds a mask of all pairs.
     """
     if query.device.type != "cpu":
         where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
@@ -80,11 +87,14 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale
             window_size_right=right,
         )
         return output, lse
-    outputs, sums = [], []
+    outputs = []
+    sums = []
     for q, k, v in _segments_on_cpu(query, key, value, block):
         mask = _mask_on_cpu(q, k, block)
         plain = block.causal and mask is None
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, plain, attn_mask=mask, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, plain, attn_mask=mask, scale=scale
+        )
         outputs.append(out[0].transpose(0, 1))
         sums.append(lse[0])
     return torch.cat(outputs), torch.cat(sums, dim=1)
@@ -100,7 +110,9 @@ def flash_backward(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the block's share in the gradients of query, key and value, from output and log-sum-exp over all keys."""
+    """Return the block's share in the gradients of query, key and value, from output and log-sum-exp over all
+    keys.
+    """
     if query.device.type != "cpu":
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
         where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
@@ -127,7 +139,9 @@ def flash_backward(
         lse.split(block.query_segments.lengths, dim=1),
         strict=True,
     )
-    for (q, k, v), (grad, out, sums) in zip(_segments_on_cpu(query, key, value, block), of_queries, strict=True):
+    for (q, k, v), (grad, out, sums) in zip(
+        _segments_on_cpu(query, key, value, block), of_queries, strict=True
+    ):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask = _mask_on_cpu(q, k, block)
         given = (grad, q, k, v, out, sums[None].contiguous())
@@ -139,7 +153,8 @@ def flash_backward(
 
 
 def _on_cuda(block: Block) -> tuple[Tensor, Tensor, int, int]:
-    queries, keys = block.query_segments, block.key_segments
+    queries = block.query_segments
+    keys = block.key_segments
     return queries.bounds, keys.bounds, queries.longest, keys.longest
 
 
@@ -149,7 +164,9 @@ def window_size(causal: bool, window: int | None) -> tuple[int, int]:
 
 
 def _mask_on_cpu(query: Tensor, key: Tensor, block: Block) -> Tensor | None:
-    queries, keys, window = query.shape[2], key.shape[2], block.window
+    queries = query.shape[2]
+    keys = key.shape[2]
+    window = block.window
     if not block.causal or (window is None and queries == keys):
         return None
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
@@ -157,7 +174,9 @@ def _mask_on_cpu(query: Tensor, key: Tensor, block: Block) -> Tensor | None:
     return torch.zeros(queries, keys, dtype=query.dtype).masked_fill(hidden, -torch.inf)
 
 
-def _segments_on_cpu(query: Tensor, key: Tensor, value: Tensor, block: Block) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _segments_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, block: Block
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     keys = block.key_segments
@@ -177,7 +196,8 @@ def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output:
     key, value = take(key_value, block.keys, dim=1)
     query = take(query, block.queries, dim=0)
     part, part_lse = flash_forward(query, key, value, block, scale)
-    before, before_lse = take(output, block.queries, dim=0), take(lse, block.queries, dim=1)
+    before = take(output, block.queries, dim=0)
+    before_lse = take(lse, block.queries, dim=1)
     merged_lse = torch.logaddexp(before_lse, part_lse)
     merged = before * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
     _put(output, block.queries, merged, dim=0)
@@ -185,13 +205,25 @@ def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output:
 
 
 def gradients(
-    grad_output: Tensor, query: Tensor, key_value: Tensor, output: Tensor, lse: Tensor, scale: float, block: Block
+    grad_output: Tensor,
+    query: Tensor,
+    key_value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    block: Block,
 ) -> tuple[Tensor, Tensor]:
-    """Return one block's share of the gradients of queries [queries, H, D] and keys and values [2, keys, K, D]."""
+    """Return one block's share of the gradients of queries [queries, H, D] and keys and values [2, keys, K,
+    D].
+    """
     key, value = take(key_value, block.keys, dim=1)
-    grad_output, query, output = (take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output))
+    grad_output, query, output = (
+        take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)
+    )
     lse = take(lse, block.queries, dim=1)
-    part_query, part_key, part_value = flash_backward(grad_output, query, key, value, output, lse, block, scale)
+    part_query, part_key, part_value = flash_backward(
+        grad_output, query, key, value, output, lse, block, scale
+    )
     return part_query, torch.stack([part_key, part_value])
 
 
@@ -227,10 +259,11 @@ def sink_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention with sinks (gpt-oss): query [T, H, D], key, value [T, K, D], sinks [H] -> [T, H, D].
+    """Compute causal attention with sinks (gpt-oss): query [T, H, D], key, value [T, K, D], sinks [H] -> [T,
+    H, D].
 
-    A sink is a key with its own score and the value 0, so it scales the output of plain attention down. Given output
-    and log-sum-exp with the sink, the kernels' backward pass is exact for queries, keys and values.
+    A sink is a key with its own score and the value 0, so it scales the output of plain attention down. Given
+    output and log-sum-exp with the sink, the kernels' backward pass is exact for queries, keys and values.
 
         lse'_i = log(exp(lse_i) + exp(sink))        out'_i = exp(lse_i - lse'_i) out_i
         dsink  = - sum_i exp(sink - lse'_i) dout_i . out'_i
@@ -248,7 +281,8 @@ class _SinkAttention(torch.autograd.Function):
         lse = torch.logaddexp(plain_lse, sinks.to(plain_lse.dtype)[:, None])
         output = (plain * _weight(plain_lse, lse)).to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
-        ctx.block, ctx.scale = block, scale
+        ctx.block = block
+        ctx.scale = scale
         return output
 
     @staticmethod

@@ -5,16 +5,18 @@
                                                           s > r: the second half of the queries sees all keys
     every step    send keys and values to rank r + 1, receive the next, while this step's attention runs
 
-So every rank does the same work at every step. If sequences share tokens, a rank holds every n-th cell, which is also
-balanced (`prefix_rows.py`). Backward walks the ring again. The gradients of keys and values travel with their keys.
+So every rank does the same work at every step. If sequences share tokens, a rank holds every n-th cell, which
+is also balanced (`prefix_rows.py`). Backward walks the ring again. The gradients of keys and values travel
+with their keys.
 
-Chunk length. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an element. With two
-segments of c tokens, a rank computes 2 (2c)^2 H D FLOPs in a forward step and sends 4 (2c) K D bytes. Communication
-hides behind compute if c >= (K / H) F / B: 1,100 K/H tokens on NVLink (F = 5e14, B = 4.5e11), 10,000 K/H on a 400 Gb/s
-network card. Backward asks for 1.2 times more. Shorter sequences are exact too, but wait for the exchange. `ulysses`
-sends less.
+Chunk length. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an
+element. With two segments of c tokens, a rank computes 2 (2c)^2 H D FLOPs in a forward step and sends 4 (2c)
+K D bytes. Communication hides behind compute if c >= (K / H) F / B: 1,100 K/H tokens on NVLink (F = 5e14, B =
+4.5e11), 10,000 K/H on a 400 Gb/s network card. Backward asks for 1.2 times more. Shorter sequences are exact
+too, but wait for the exchange. `ulysses` sends less.
 
-Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head dimension.
+Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head
+dimension.
 """
 
 from collections.abc import Callable
@@ -51,7 +53,8 @@ def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -
     lengths = torch.tensor(halves).repeat_interleave(2)
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
     first, second = to_device(device, *(mask.nonzero().squeeze(1) for mask in (is_first, ~is_first)))
-    half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
+    half = Segments.of(halves, device)
+    whole = Segments.of([2 * length for length in halves], device)
     own = Block(whole, whole, causal=True)
     earlier = Block(whole, half, causal=False, keys=first)
     later = Block(half, whole, causal=False, queries=second)
@@ -69,7 +72,8 @@ class _Ring:
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Send `tensor` to the next rank. The returned function waits for the previous rank's."""
-        rank, received = self.group.rank(), torch.empty_like(tensor)
+        rank = self.group.rank()
+        received = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(rank + 1) % self.size),
@@ -89,7 +93,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, ring: _Ring) -> Tensor:
         """query [T, H, D], key_value [2, T, K, D] -> [T, H, D]."""
-        query, key_value = query.contiguous(), key_value.contiguous()
+        query = query.contiguous()
+        key_value = key_value.contiguous()
         dtype = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros_like(query, dtype=dtype)
         lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, dtype=dtype, device=query.device)
@@ -101,18 +106,21 @@ class _RingAttention(torch.autograd.Function):
             held = wait() if wait else held
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key_value, output, lse)
-        ctx.scale, ctx.ring = scale, ring
+        ctx.scale = scale
+        ctx.ring = ring
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key_value, output, lse = ctx.saved_tensors
-        ring, grad_output = ctx.ring, grad_output.contiguous()
+        ring = ctx.ring
+        grad_output = grad_output.contiguous()
         dtype = torch.promote_types(query.dtype, torch.float32)
         grad_query = torch.zeros_like(query, dtype=dtype)
         grad_held = torch.zeros_like(key_value, dtype=dtype)
-        held, wait_for_grad = key_value, None
+        held = key_value
+        wait_for_grad = None
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
             parts = []

@@ -5,9 +5,9 @@
     a call a path      every run over the cells before it on its path, and causal over itself. Keys are copied
     a call a tree      a run and its continuations, with a mask that hides cells off its path
 
-On CUDA a level is one flash kernel call, and so are all paths of a row together: short rows, which the host slows down,
-use paths, others levels. On a CPU a level is one call a run. Trees are faster for short runs, although they also
-compute the masked scores.
+On CUDA a level is one flash kernel call, and so are all paths of a row together: short rows, which the host
+slows down, use paths, others levels. On a CPU a level is one call a run. Trees are faster for short runs,
+although they also compute the masked scores.
 
 Shapes: W cells of the row, H query heads, K key-value heads, D head dimension.
 """
@@ -28,19 +28,23 @@ from workers.model.rows.prefix_rows import Run, SharedRow, Stripe
 
 WHOLE = Stripe(0, 1)
 PRODUCTS_OF_A_CALL = 2**20
-"""Masked products worth one call less, in the forward pass. Measured on AVX-512, forward and backward: even at 2^20
-to 2^22."""
+"""Masked products worth one call less, in the forward pass. Measured on AVX-512, forward and backward: even
+at 2^20 to 2^22.
+"""
 COPIES_OF_A_LEVEL = 2**23
-"""Copied key elements worth one level less, on CUDA. An estimate, not yet measured: a level takes about 26 small
-kernels, forward and backward, 0.13 to 0.26 ms of the host. Copying these elements, and as many of the values, and
-adding their gradients takes 0.15 ms at 3 TB/s, and 32 MiB in half precision."""
+"""Copied key elements worth one level less, on CUDA. An estimate, not yet measured: a level takes about 26
+small kernels, forward and backward, 0.13 to 0.26 ms of the host. Copying these elements, and as many of the
+values, and adding their gradients takes 0.15 ms at 3 TB/s, and 32 MiB in half precision.
+"""
 
 
 class SharedAttention:
     def __init__(self, row: SharedRow, device: torch.device) -> None:
-        self._row, self._device = row, device
+        self._row = row
+        self._device = device
         self._trees = list(trees_of(row))
-        self._widest_by_tree, self._widest_by_path = widest_by_tree(self._trees), widest_by_path(row)
+        self._widest_by_tree = widest_by_tree(self._trees)
+        self._widest_by_path = widest_by_path(row)
         self._masks: list[Tensor | None] = []
 
     @cached_property
@@ -70,7 +74,9 @@ class SharedAttention:
         cells = [tree.cells for tree in self._trees]
         parts = zip(*(tensor.split(cells, dim=2) for tensor in (query, key, value)), strict=True)
         outputs = [
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+            F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
             for (q, k, v), mask in zip(parts, self._masks, strict=True)
         ]
         return torch.cat(outputs, dim=2).transpose(1, 2)
@@ -78,7 +84,9 @@ class SharedAttention:
 
 @dataclass(frozen=True)
 class Tree:
-    """Hold consecutive runs of a row: one and its continuations, or the padding. before: runs of the row before."""
+    """Hold consecutive runs of a row: one and its continuations, or the padding. before: runs of the row
+    before.
+    """
 
     runs: tuple[Run, ...]
     before: int
@@ -91,10 +99,14 @@ class Tree:
     def hidden(self) -> int:
         if len(self.runs) == 1:
             return 0
-        return self.cells**2 - sum(run.length * (run.length + 1) // 2 + run.length * run.depth for run in self.runs)
+        return self.cells**2 - sum(
+            run.length * (run.length + 1) // 2 + run.length * run.depth for run in self.runs
+        )
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Return [cells, cells], 0 where a cell (row) sees another and -inf elsewhere, or None for a lone run."""
+        """Return [cells, cells], 0 where a cell (row) sees another and -inf elsewhere, or None for a lone
+        run.
+        """
         if len(self.runs) == 1:
             return None
         mask = torch.full((self.cells, self.cells), -torch.inf, dtype=dtype)
@@ -112,7 +124,8 @@ def trees_of(row: SharedRow) -> Iterator[Tree]:
     starts = [index for index, run in enumerate(row.runs) if run.level == 0]
     for start, stop in zip(starts, [*starts[1:], len(row.runs)], strict=True):
         yield Tree(row.runs[start:stop], start)
-    used, width = row.lengths[0], row.padded_lengths[0]
+    used = row.lengths[0]
+    width = row.padded_lengths[0]
     if used < width:
         yield Tree((Run(used, width - used, 0, -1, 0, 0),), len(row.runs))
 
@@ -148,8 +161,12 @@ def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> l
     return [attention_blocks(row, stripes[rank], stripes[rank - step], device) for step in range(size)]
 
 
-def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torch.device) -> tuple[Block, ...]:
-    """Return the non-empty blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`."""
+def attention_blocks(
+    row: SharedRow, queries: Stripe, keys: Stripe, device: torch.device
+) -> tuple[Block, ...]:
+    """Return the non-empty blocks, level 0 first, in which cells of stripe `queries` see cells of stripe
+    `keys`.
+    """
     runs = [range(run.first, run.first + run.length) for run in row.runs]
     padding = range(row.lengths[0], row.padded_lengths[0])
     cells = row.padded_lengths[0] // queries.size
@@ -165,7 +182,9 @@ def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
 
     At most one query that sees no key, and one key that no query sees, are left out.
     """
-    own, seen, later = queries.of(run), keys.of(run), int(keys.rank > queries.rank)
+    own = queries.of(run)
+    seen = keys.of(run)
+    later = int(keys.rank > queries.rank)
     return range(seen.start + later, own.stop), range(seen.start, own.stop - later)
 
 
@@ -184,7 +203,9 @@ def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
     ]
 
 
-def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0) -> Block | None:
+def _block(
+    segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0
+) -> Block | None:
     """Return the block of the non-empty (queries, keys), or None.
 
     causal_over: cells of a stripe, 0 for a full block.
@@ -211,7 +232,8 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, blocks: Sequence[Block]) -> Tensor:
         """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
-        query, key_value = query.contiguous(), key_value.contiguous()
+        query = query.contiguous()
+        key_value = key_value.contiguous()
         own, *levels = blocks
         key, value = take(key_value, own.keys, dim=1)
         output, lse = flash_forward(query, key, value, own, scale)
@@ -222,7 +244,8 @@ class _SharedAttention(torch.autograd.Function):
                 attend(query, key_value, scale, block, merged, lse)
             output = merged.to(query.dtype)
         ctx.save_for_backward(query, key_value, output, lse)
-        ctx.scale, ctx.blocks = scale, blocks
+        ctx.scale = scale
+        ctx.blocks = blocks
         return output
 
     @staticmethod

@@ -1,15 +1,16 @@
-"""Checkpoints of a sharded model: torch's distributed checkpoint (DCP), written in the background, complete or absent.
+"""Checkpoints of a sharded model: torch's distributed checkpoint (DCP), written in the background, complete
+or absent.
 
     save: state --copy to host memory--> training continues
                           \\--background--> every rank its shards, fsync --> manifest --rename--> step-30/
     load: manifest --> checksums --> names and shapes --> every rank reads its own slices, for any number of writers
 
-Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own metadata is a
-pickle. `HuggingFaceStorageReader` derives it from the files' headers.
+Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own
+metadata is a pickle. `HuggingFaceStorageReader` derives it from the files' headers.
 
-A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule (of every LoRA
-policy, by name, or of one, without), and every rank's random states (torch's, on CPU and GPU). Settings of the
-optimiser come from the run's configuration.
+A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule (of every
+LoRA policy, by name, or of one, without), and every rank's random states (torch's, on CPU and GPU). Settings
+of the optimiser come from the run's configuration.
 """
 
 import logging
@@ -54,24 +55,33 @@ SHARD_BYTES = 2**30
 
 
 class Checkpointer:
-    """Save and load the state of one engine, in a folder that all its ranks see. Every method is collective."""
+    """Save and load the state of one engine, in a folder that all its ranks see. Every method is
+    collective.
+    """
 
     def __init__(self, module: nn.Module, states: TrainingStates, device: torch.device, stage: Stage) -> None:
-        self._module, self._states, self._device, self._stage = module, states, device, stage
-        # The background thread's messages must not mix with training's. One rank sends none, and a group has threads.
+        self._module = module
+        self._states = states
+        self._device = device
+        self._stage = stage
+        # The background thread's messages must not mix with training's. One rank sends none, and a group has
+        # threads.
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else dist.group.WORLD
         limit_waits()
         self._saving: tuple[Path, Future] | None = None
 
-    def save(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = "") -> None:
+    def save(
+        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = ""
+    ) -> None:
         """Start to save as `path`. Returns when the state is copied, while files are still being written.
 
         step, extra: see `Manifest`. policy: one of several, which any can load, or empty for all. Raises
-        CheckpointError if the previous save failed or `path` holds a complete checkpoint, DataError if `extra` is not
-        JSON.
+        CheckpointError if the previous save failed or `path` holds a complete checkpoint, DataError if
+        `extra` is not JSON.
         """
         self.wait()
-        path, extra = Path(path), check_json(extra or {})
+        path = Path(path)
+        extra = check_json(extra or {})
         unfinished = self._from_rank_zero(lambda: _prepare(path))
         names = {policy: ""} if policy else {name: name for name in self._states.all}
         numbers = {"policies": {stored: self._states.numbers(name) for name, stored in names.items()}}
@@ -101,20 +111,25 @@ class Checkpointer:
     def load(self, path: str | Path, *, policy: str = "") -> Manifest:
         """Load the state at `path`, saved by any number of ranks. Returns its manifest.
 
-        policy: the only one that changes, by a state of one, or empty for all. Others keep weights and gradients.
-        Random states are restored if as many ranks load as saved. Otherwise they are kept, with a warning. Raises
-        CheckpointError if the checkpoint is torn, foreign or of another model. The engine is then unchanged, unless a
-        file changed during the read.
+        policy: the only one that changes, by a state of one, or empty for all. Others keep weights and
+        gradients. Random states are restored if as many ranks load as saved. Otherwise they are kept, with a
+        warning. Raises CheckpointError if the checkpoint is torn, foreign or of another model. The engine is
+        then unchanged, unless a file changed during the read.
         """
         self.wait()
         path = Path(path)
         manifest: Manifest = self._from_rank_zero(lambda: read_manifest(path))
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size]))
         reader = dcp.HuggingFaceStorageReader(str(path))
-        numbers = manifest.engine.get("policies", {"": manifest.engine})  # earlier versions had one, without a name
+        numbers = manifest.engine.get(
+            "policies", {"": manifest.engine}
+        )  # earlier versions had one, without a name
         if policy and "" not in numbers:
-            raise CheckpointError(f"{path} holds the policies {', '.join(numbers)}. Load all, or save {policy} alone.")
+            raise CheckpointError(
+                f"{path} holds the policies {', '.join(numbers)}. Load all, or save {policy} alone."
+            )
         names = {policy: ""} if policy else {name: name for name in numbers}
         if policy:
             self._states.use(policy)
@@ -127,7 +142,9 @@ class Checkpointer:
         _check_same_model(path, every, metadata)
         random_state = _random_state(self._device) if manifest.world_size == size else {}
         # A checkpoint saved on a CPU has no state of a GPU.
-        random_state = {name: part for name, part in random_state.items() if name in metadata.state_dict_metadata}
+        random_state = {
+            name: part for name, part in random_state.items() if name in metadata.state_dict_metadata
+        }
         try:
             dcp.load(state | random_state, storage_reader=reader, process_group=self._group)
         except (CheckpointException, OSError, RuntimeError) as error:
@@ -140,8 +157,8 @@ class Checkpointer:
         return manifest
 
     def _trained_state(self, policies: Mapping[str, str], *, copies: bool) -> dict[str, Tensor]:
-        """Return the engine's own tensors, a tied one once. policies: their names in a file. copies: include those that
-        another stage holds, too.
+        """Return the engine's own tensors, a tied one once. policies: their names in a file. copies: include
+        those that another stage holds, too.
         """
         reshard(self._module)
         names: dict[Tensor, str] = {}
@@ -153,11 +170,16 @@ class Checkpointer:
                 names.pop(tensor, None)
         state: dict[str, Tensor] = {}
         for policy, stored in policies.items():
-            first, weights = f"policies.{stored}." if stored else "", self._states.weights_of(policy)
-            state |= {f"{first}model.{name}": weights.get(tensor, tensor).detach() for tensor, name in names.items()}
+            first = f"policies.{stored}." if stored else ""
+            weights = self._states.weights_of(policy)
+            state |= {
+                f"{first}model.{name}": weights.get(tensor, tensor).detach() for tensor, name in names.items()
+            }
             for parameter, parts in optimizer_state(self._states.all[policy].optimizer).items():
                 if parameter in names:
-                    state |= {f"{first}optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
+                    state |= {
+                        f"{first}optimizer.{names[parameter]}.{part}": value for part, value in parts.items()
+                    }
         return state
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
@@ -174,7 +196,9 @@ class Checkpointer:
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):
-    """Write this rank's shards. On the coordinator, `commit` ends the save. Errors reach every rank's future."""
+    """Write this rank's shards. On the coordinator, `commit` ends the save. Errors reach every
+    rank's future.
+    """
 
     def __init__(
         self, folder: Path, file_numbers: dict[str, int], commit: Callable[[dict[str, StoredFile]], None]
@@ -208,7 +232,8 @@ def _prepare(path: Path) -> Path:
 
 
 def _files_of(sizes: dict[str, int]) -> dict[str, int]:
-    numbers, written = {}, 0
+    numbers = {}
+    written = 0
     for name, size in sizes.items():
         numbers[name] = 1 + written // (SHARD_BYTES * dist.get_world_size())
         written += size

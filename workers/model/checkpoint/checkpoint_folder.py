@@ -2,8 +2,8 @@
 
     .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n
 
-A crash leaves a hidden folder, which is never read, or a complete checkpoint. A torn folder under a checkpoint's name
-(a failing disk, an interrupted copy) is refused by name.
+A crash leaves a hidden folder, which is never read, or a complete checkpoint. A torn folder under a
+checkpoint's name (a failing disk, an interrupted copy) is refused by name.
 
 Imports neither torch nor the engine: the driver looks for a checkpoint to resume before it starts anything.
 """
@@ -54,7 +54,9 @@ def check_json(extra: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise DataError(f"the caller's part of a checkpoint must be JSON: {error}.") from None
     if copy != extra:
-        raise DataError("the caller's part of a checkpoint changes in JSON: use lists and text keys, and no NaN.")
+        raise DataError(
+            "the caller's part of a checkpoint changes in JSON: use lists and text keys, and no NaN."
+        )
     return dict(copy)
 
 
@@ -74,11 +76,15 @@ def check_free(path: Path) -> None:
         read_manifest(path)
     except CheckpointError:
         return
-    raise CheckpointError(f"{path} holds a complete checkpoint already. Save under another name or remove it.")
+    raise CheckpointError(
+        f"{path} holds a complete checkpoint already. Save under another name or remove it."
+    )
 
 
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
-    """Write the manifest of `unfinished`, and rename the folder. Raises CheckpointError if ranks do not share it."""
+    """Write the manifest of `unfinished`, and rename the folder. Raises CheckpointError if ranks do not share
+    it.
+    """
     for name, stored in manifest.files.items():
         if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
             raise CheckpointError(
@@ -101,14 +107,18 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest. Raises CheckpointError unless `path` holds its files in full size. See `verify_files`."""
+    """Return the manifest. Raises CheckpointError unless `path` holds its files in full size. See
+    `verify_files`.
+    """
     file = path / MANIFEST
     if file.exists() and not file.is_file():  # a pipe would be waited for
         raise CheckpointError(f"{path} is not a checkpoint: its {MANIFEST} is not a file.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
-            raise CheckpointError(f"{path} is not a checkpoint of this version: {MANIFEST} does not say {FORMAT!r}.")
+            raise CheckpointError(
+                f"{path} is not a checkpoint of this version: {MANIFEST} does not say {FORMAT!r}."
+            )
         digest = content.pop("sha256", None)
         if digest != _digest(content) and digest is not None:  # earlier versions wrote none
             raise CheckpointError(f"{path} is torn: its {MANIFEST} is not what was written.")
@@ -134,7 +144,8 @@ def _check_listing(path: Path, manifest: Manifest) -> None:
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise CheckpointError(
-                f"{path} is torn: {name} has {found.get(name, 'no')} bytes and should have {wanted.get(name, 'none')}."
+                f"{path} is torn: {name} has {found.get(name, 'no')} bytes and should have "
+                f"{wanted.get(name, 'none')}."
             )
 
 
@@ -157,7 +168,9 @@ def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
 
 
 def prune(folder: str | Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` complete checkpoints. Torn and foreign folders stay for inspection."""
+    """Remove all but the last `keep_last` complete checkpoints. Torn and foreign folders stay for
+    inspection.
+    """
     for path, _ in complete(folder)[:-keep_last]:
         remove(path)
 

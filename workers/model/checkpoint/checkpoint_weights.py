@@ -1,4 +1,5 @@
-"""The weights of a sharded model as its files name and shape them, gathered and converted one conversion at a time.
+"""The weights of a sharded model as its files name and shape them, gathered and converted one conversion at a
+time.
 
     shards --adapter merged, cast--> half the bytes --gather--> whole tensors of one conversion --Conversion--> vLLM,
                        of the stage that holds the weight --> on every rank                                     files
@@ -8,8 +9,8 @@
                                                       +--> ...layers.0.block_sparse_moe.experts.0.w3.weight [F, H] ...
     model.norm.weight --------------------------------+--> the same
 
-A rank holds the whole weights of one conversion at a time. A layer's experts are the largest. The conversions are
-transformers' own. `save_pretrained` would convert a whole state dict at once.
+A rank holds the whole weights of one conversion at a time. A layer's experts are the largest. The conversions
+are transformers' own. `save_pretrained` would convert a whole state dict at once.
 """
 
 from collections import defaultdict
@@ -88,9 +89,13 @@ class CheckpointWeights:
 
         frozen: weights that stay as they are in the files, and are not in `updated`.
         """
-        self.model, self._current_shards, self._device, self._stage = model, shards, device, stage
+        self.model = model
+        self._current_shards = shards
+        self._device = device
+        self._stage = stage
         self._empty = {
-            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            for name, weight in weights.items()
         }
         self.plan = _plan_conversions(weights, rules)
         self.updated = [conversion for conversion in self.plan.values() if not frozen.issuperset(conversion)]
@@ -100,7 +105,9 @@ class CheckpointWeights:
         """Return meta tensors of all that `plan` makes, in order."""
         made: dict[str, Tensor] = {}
         for conversion in plan:
-            made |= revert_weight_conversion(self.model, {name: self._like(name, dtype) for name in conversion})
+            made |= revert_weight_conversion(
+                self.model, {name: self._like(name, dtype) for name in conversion}
+            )
         return made
 
     def convert(
@@ -115,7 +122,11 @@ class CheckpointWeights:
             yield from self._converted(conversion, shards, dtype, keeper).items()  # freed before the next
 
     def _converted(
-        self, conversion: Conversion, shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
+        self,
+        conversion: Conversion,
+        shards: Mapping[str, Shard],
+        dtype: torch.dtype | None,
+        keeper: int | None,
     ) -> dict[str, Tensor]:
         whole = {name: self._gathered(name, shards, dtype) for name in conversion}
         return revert_weight_conversion(self.model, whole) if keeper in (None, dist.get_rank()) else {}

@@ -48,7 +48,9 @@ def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else default
 
 
-def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[tuple[str, list[Conversion]]]:
+def _plan_files(
+    weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int
+) -> list[tuple[str, list[Conversion]]]:
     tied = set(weights.model.all_tied_weights_keys)
     kept = {target: conversion for target, conversion in weights.plan.items() if not tied & set(conversion)}
 
@@ -71,10 +73,11 @@ def write_model(
 ) -> None:
     """Write the model to `path`, weights in `dtype`. Collective: all ranks return when it is complete.
 
-    source: the model's folder or name in the hub cache, whose other files are copied. chat_template: text that replaces
-    the source's, unless empty. Raises OutputError, on every rank, if a rank cannot write.
+    source: the model's folder or name in the hub cache, whose other files are copied. chat_template: text
+    that replaces the source's, unless empty. Raises OutputError, on every rank, if a rank cannot write.
     """
-    files, ranks = _plan_files(weights, dtype, file_bytes), dist.get_world_size()
+    files = _plan_files(weights, dtype, file_bytes)
+    ranks = dist.get_world_size()
     with _replaced(path) as folder:
         for first in range(0, len(files), ranks):
             _write_round(weights, files[first : first + ranks], folder, dtype)
@@ -91,7 +94,9 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Replace `path` by the new folder that all ranks write to. Only one engine writes to `path` at a time."""
+    """Replace `path` by the new folder that all ranks write to. Only one engine writes to `path`
+    at a time.
+    """
     unfinished, replaced = (path.with_name(f"{path.name}.{what}") for what in ("unfinished", "replaced"))
 
     def begin() -> None:
@@ -115,7 +120,10 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 def _write_round(
-    weights: CheckpointWeights, files: Sequence[tuple[str, list[Conversion]]], folder: Path, dtype: torch.dtype
+    weights: CheckpointWeights,
+    files: Sequence[tuple[str, list[Conversion]]],
+    folder: Path,
+    dtype: torch.dtype,
 ) -> None:
     mine: dict[str, Tensor] = {}
     for writer, (_, conversions) in enumerate(files):
@@ -156,7 +164,9 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 
 def _replace_template(folder: Path, text: str) -> None:
-    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)  # preferred for prompts with tools
+    shutil.rmtree(
+        folder / "additional_chat_templates", ignore_errors=True
+    )  # preferred for prompts with tools
     (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
@@ -181,4 +191,6 @@ def _together(action: Callable[[], None], path: Path) -> None:
         try:
             action()
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            raise OutputError(f"{path} could not be written by rank {dist.get_rank()}: {clause(error)}.") from error
+            raise OutputError(
+                f"{path} could not be written by rank {dist.get_rank()}: {clause(error)}."
+            ) from error

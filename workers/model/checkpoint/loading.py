@@ -1,10 +1,12 @@
-"""Load weights without a copy of the model on each rank: rank 0 reads the files, others hold only their shards.
+"""Load weights without a copy of the model on each rank: rank 0 reads the files, others hold only their
+shards.
 
     rank 0   files --load_model--> whole model, host memory --\\
                                                                broadcast, a few tensors at a time
     every rank   skeleton, meta device --shard--> empty shards <--/ keeps its part of each
 
-Rank 0 reads for all because transformers converts some families (fused experts) while loading, from whole tensors.
+Rank 0 reads for all because transformers converts some families (fused experts) while loading, from whole
+tensors.
 """
 
 from collections.abc import Callable
@@ -54,7 +56,8 @@ class Source(Generic[Packed]):
 
         device: of the computation. With `cpu_offload` parameters stay in host memory.
         """
-        whole, self._whole = self._whole, None
+        whole = self._whole
+        self._whole = None
         if whole is self.module:
             return
         self.module.to_empty(device=torch.device("cpu") if cpu_offload else device)

@@ -36,10 +36,11 @@ ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add an adapter to each target module of `model`, in place, and freeze everything else. Call it before sharding.
+    """Add an adapter to each target module of `model`, in place, and freeze everything else. Call it before
+    sharding.
 
-    A starts as in peft (uniform, Kaiming), from one seed, the same on every rank and in every run. Raises ConfigError
-    if a target is not a linear module.
+    A starts as in peft (uniform, Kaiming), from one seed, the same on every rank and in every run. Raises
+    ConfigError if a target is not a linear module.
     """
     import peft
     from peft.tuners.lora.layer import ParamWrapper
@@ -62,8 +63,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     for name, layer in _adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
-                f"model.lora.target_modules={config.target_modules} gives the fused experts {name} an adapter, which "
-                "cannot be merged into what engines get. Name modules of attention alone, as in q_proj,v_proj."
+                f"model.lora.target_modules={config.target_modules} gives the fused experts {name} an "
+                "adapter, which cannot be merged into what engines get. Name modules of attention alone, "
+                "as in q_proj,v_proj."
             )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
@@ -87,7 +89,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Shard]:
-    """Return this rank's part of every weight under the base model's names, with its adapter merged on `device`."""
+    """Return this rank's part of every weight under the base model's names, with its adapter merged on
+    `device`.
+    """
     # Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     shards = {}
@@ -102,7 +106,10 @@ def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tu
     """Yield whole A and B under peft's names, one at a time on `device`. Collective."""
     for name, weight in model.state_dict().items():
         if _is_adapter(name):
-            yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full_tensor(weight.to(device)).detach()
+            yield (
+                f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}",
+                full_tensor(weight.to(device)).detach(),
+            )
 
 
 def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
@@ -142,14 +149,16 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"model.lora.target_modules={setting}: {type(model).__name__} has no linear module {name!r} that takes "
-                f"an adapter. It has {', '.join(sorted(known))}."
+                f"model.lora.target_modules={setting}: {type(model).__name__} has no linear module {name!r} "
+                f"that takes an adapter. It has {', '.join(sorted(known))}."
             )
     return names
 
 
 def _outside_decoder(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return the whole names of modules outside the decoder, such as a vision tower's, that end like a target."""
+    """Return the whole names of modules outside the decoder, such as a vision tower's, that end like a
+    target.
+    """
     inside = {id(module) for module in decoder_of(model).modules()}
     every = model.named_modules()
     return [name for name, module in every if id(module) not in inside and name.rpartition(".")[2] in names]

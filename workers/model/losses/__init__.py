@@ -2,8 +2,8 @@
 
     Predictions of one micro-batch --loss function + Denominators of the mini-batch--> (loss, statistics)
 
-A loss function returns the micro-batch's SUM divided by the mini-batch's global denominators. Losses and gradients add
-up over micro-batches and ranks to the mini-batch's, however the batch was split.
+A loss function returns the micro-batch's SUM divided by the mini-batch's global denominators. Losses and
+gradients add up over micro-batches and ranks to the mini-batch's, however the batch was split.
 
     predictions.py   a loss's inputs: the packed row, or whole sequences, and metrics on the device
     aggregation.py   denominators, and token losses to one number

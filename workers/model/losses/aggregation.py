@@ -18,7 +18,8 @@ from workers.model.losses.predictions import PackedTokens
 
 @dataclass(frozen=True)
 class Denominators:
-    """Count tokens with `loss_mask`, and sequences and groups with at least one, over all micro-batches and ranks.
+    """Count tokens with `loss_mask`, and sequences and groups with at least one, over all micro-batches and
+    ranks.
 
     Only `group_mean_token_mean` needs groups. Raises DataError unless positive.
     """
@@ -42,14 +43,17 @@ class Denominators:
 
 
 def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
-    """Return the column `group_tokens`: loss tokens in the group of each sequence, int64 [B]. groups: int64 [B]."""
+    """Return the column `group_tokens`: loss tokens in the group of each sequence, int64 [B]. groups: int64
+    [B].
+    """
     return groups.new_zeros(int(groups.max()) + 1).index_add_(0, groups, sequences.loss_token_counts)[groups]
 
 
 def token_weights(
     predictions: PackedTokens, denominators: Denominators, aggregation: str, constant_length: int = 0
 ) -> Tensor:
-    """Return the weight of each token's loss, float64 [N]. The aggregate is the weighted sum over the mini-batch.
+    """Return the weight of each token's loss, float64 [N]. The aggregate is the weighted sum over the
+    mini-batch.
 
         token_mean                     1 / tokens                                  DAPO, Yu et al. 2025, section 3.3
         sequence_mean_token_mean       1 / (sequences * tokens of its sequence)    GRPO, Shao et al. 2024, eq. 3
@@ -59,7 +63,8 @@ def token_weights(
 
     A sample of several rows is one sequence, by the columns `sample_tokens` and `mini_batch_samples`.
 
-    Raises ConfigError for an unknown name or a norm without `constant_length`, DataError if groups are not counted.
+    Raises ConfigError for an unknown name or a norm without `constant_length`, DataError if groups are not
+    counted.
     """
     ones = torch.ones(len(predictions), dtype=torch.float64, device=predictions.sequence_index.device)
     sequences = predictions.columns.get("mini_batch_samples", denominators.sequences)
@@ -74,7 +79,9 @@ def token_weights(
         return ones / (sequences * constant_length)
     if aggregation == "group_mean_token_mean":
         if denominators.groups is None:
-            raise DataError("aggregation=group_mean_token_mean needs Denominators.groups, the groups of the mini-batch")
+            raise DataError(
+                "aggregation=group_mean_token_mean needs Denominators.groups, the groups of the mini-batch"
+            )
         return ones / (denominators.groups * predictions["group_tokens"])
     raise ConfigError(f"aggregation={aggregation} is not a known aggregation")
 

@@ -1,4 +1,5 @@
-"""Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism"): hold back the few tokens that lower entropy most.
+"""Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism"): hold back the few tokens that lower entropy
+most.
 
     mini-batch of this rank --covariance of every token--> the rarest few of ALL ranks --> column `held_back` --> loss
 
@@ -6,9 +7,9 @@ The policy's entropy falls with the covariance of log-prob and advantage. A toke
 
     Cov_t = (log pi(y_t) - mean log pi) (A_t - mean A)          means over the N tokens of the mini-batch
 
-`hold_back` runs before the first forward pass, because the choice depends on the whole mini-batch. It takes log pi from
-`old_log_probs` (the paper: the current policy, the same at the first update of a batch). Randomness is a hash of the
-token's own numbers, so that order and plan do not change the choice.
+`hold_back` runs before the first forward pass, because the choice depends on the whole mini-batch. It takes
+log pi from `old_log_probs` (the paper: the current policy, the same at the first update of a batch).
+Randomness is a hash of the token's own numbers, so that order and plan do not change the choice.
 
 T tokens of this rank's share of the mini-batch, N loss tokens over all ranks.
 """
@@ -41,8 +42,9 @@ def hold_back(
         clip_cov   covariance_fraction * N tokens, drawn at random from those with clip_cov_low < Cov_t < clip_cov_high
         kl_cov     the covariance_fraction * N tokens with the highest Cov_t, of those with Cov_t > 0
 
-    At least one candidate is chosen, and all ties with the last one. groups: together the data-parallel ranks, all of
-    which call, or none for one process. Raises DataError without `old_log_probs` or `advantages`.
+    At least one candidate is chosen, and all ties with the last one. groups: together the data-parallel
+    ranks, all of which call, or none for one process. Raises DataError without `old_log_probs` or
+    `advantages`.
     """
     masks = [part.tokens["loss_mask"] for part in parts]
     log_probs = _loss_tokens(parts, masks, "old_log_probs")
@@ -52,13 +54,16 @@ def hold_back(
         priority = _hash(torch.stack([log_probs, advantages, _loss_positions(parts, masks)]))
         candidates = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
     else:
-        priority, candidates = covariance, covariance > 0
+        priority = covariance
+        candidates = covariance > 0
     count = max(1, int(config.covariance_fraction * denominators.tokens))
     line = _smallest_of_highest(priority[candidates], count, groups)
     chosen = candidates & (priority >= line)
     return [
         _with_column(part, mask, chosen_here)
-        for part, mask, chosen_here in zip(parts, masks, chosen.split([int(mask.sum()) for mask in masks]), strict=True)
+        for part, mask, chosen_here in zip(
+            parts, masks, chosen.split([int(mask.sum()) for mask in masks]), strict=True
+        )
     ]
 
 
@@ -70,19 +75,23 @@ def clip_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
     """
     losses, clipped, log_ratio = surrogate(predictions, config)
     held_back = predictions["held_back"]
-    statistics = ratio_statistics(log_ratio, clipped) | {"held_back_fraction": mean(held_back.to(losses.dtype))}
+    statistics = ratio_statistics(log_ratio, clipped) | {
+        "held_back_fraction": mean(held_back.to(losses.dtype))
+    }
     return losses.masked_fill(held_back, 0.0), statistics
 
 
 @policy_loss("kl_cov", aggregation="token_mean", prepare=hold_back)
 def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
-    """KL-Cov (Cui et al. 2025): penalise the distance to the old policy for the tokens that `hold_back` chose.
+    """KL-Cov (Cui et al. 2025): penalise the distance to the old policy for the tokens that `hold_back`
+    chose.
 
         L_t = -r_t A_t + kl_cov_coefficient |log r_t| for a chosen token, else -r_t A_t
 
     The absolute log-ratio stands for the KL, as in the authors' code.
     """
-    log_ratio, held_back = log_ratio_to_old(predictions), predictions["held_back"]
+    log_ratio = log_ratio_to_old(predictions)
+    held_back = predictions["held_back"]
     losses = -bounded_exp(log_ratio) * predictions["advantages"]
     penalty = config.kl_cov_coefficient * log_ratio.abs()
     statistics = ratio_statistics(log_ratio, torch.zeros_like(held_back))
@@ -91,7 +100,9 @@ def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statis
     return losses + torch.where(held_back, penalty, 0.0), statistics
 
 
-def _covariance(log_probs: Tensor, advantages: Tensor, tokens: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _covariance(
+    log_probs: Tensor, advantages: Tensor, tokens: float, groups: Sequence[dist.ProcessGroup]
+) -> Tensor:
     means = torch.stack([log_probs.sum(), advantages.sum()]) / tokens
     for group in groups:
         dist.all_reduce(means, group=group)
@@ -110,7 +121,9 @@ def _smallest_of_highest(values: Tensor, count: int, groups: Sequence[dist.Proce
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """Hash float64 columns [K, M] to uniform [0, 1), float64 [M]: the finaliser of splitmix64 (Steele et al. 2014)."""
+    """Hash float64 columns [K, M] to uniform [0, 1), float64 [M]: the finaliser of splitmix64 (Steele et al.
+    2014).
+    """
     state = torch.zeros_like(numbers[0], dtype=torch.int64)
     for bits in numbers.view(torch.int64):
         state = state + bits - 0x61C8864680B583EB
@@ -125,7 +138,9 @@ def _shift_right(bits: Tensor, places: int) -> Tensor:
 
 
 def _loss_tokens(parts: Sequence[DataProto], masks: Sequence[Tensor], name: str) -> Tensor:
-    return torch.cat([_token_column(part, name)[mask].double() for part, mask in zip(parts, masks, strict=True)])
+    return torch.cat(
+        [_token_column(part, name)[mask].double() for part, mask in zip(parts, masks, strict=True)]
+    )
 
 
 def _token_column(part: DataProto, name: str) -> Tensor:
@@ -133,7 +148,9 @@ def _token_column(part: DataProto, name: str) -> Tensor:
         return part.tokens[name]
     if name in part.columns:
         return part.columns[name].repeat_interleave(part.lengths.to(part.columns[name].device))
-    raise DataError(f"the loss needs the column {name!r}. The batch has {sorted(part.tokens | part.columns)}.")
+    raise DataError(
+        f"the loss needs the column {name!r}. The batch has {sorted(part.tokens | part.columns)}."
+    )
 
 
 def _loss_positions(parts: Sequence[DataProto], masks: Sequence[Tensor]) -> Tensor:

@@ -2,9 +2,10 @@
 
     rollout_log_probs (sampler), old_log_probs (trainer, same weights) --> weight of each token's loss, and metrics
 
-rho_t = pi_old(y_t) / pi_rollout(y_t) is the importance weight from sampler to trainer. Without `old_log_probs`, the
-current log-probs are the old ones (a single update). Weights carry no gradient. Denominators cover the whole
-mini-batch: a rejected token counts as 0, because rejection is not known before the forward pass.
+rho_t = pi_old(y_t) / pi_rollout(y_t) is the importance weight from sampler to trainer. Without
+`old_log_probs`, the current log-probs are the old ones (a single update). Weights carry no gradient.
+Denominators cover the whole mini-batch: a rejected token counts as 0, because rejection is not known before
+the forward pass.
 
 N predicted tokens.
 """
@@ -21,7 +22,9 @@ from workers.model.losses.kl import bounded_expm1, kl_estimate
 from workers.model.losses.predictions import Predictions, Statistics, extreme, mean
 
 
-def correction_weights(predictions: Predictions, config: RolloutCorrectionConfig) -> tuple[Tensor | None, Statistics]:
+def correction_weights(
+    predictions: Predictions, config: RolloutCorrectionConfig
+) -> tuple[Tensor | None, Statistics]:
     """Return the weight of each token's policy loss [N], or None without correction, and metrics.
 
         weights=token        min(rho_t, cap)                     truncated importance sampling, Yao et al. 2025
@@ -74,7 +77,8 @@ def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrection
         return torch.ones_like(log_ratio, dtype=torch.bool)
     if config.rejection not in ("token", "sequence"):
         raise ConfigError(
-            f"algorithm.loss.rollout_correction.rejection={config.rejection} is not one of none, token, sequence"
+            f"algorithm.loss.rollout_correction.rejection={config.rejection} is not one of none, token, "
+            "sequence"
         )
     if config.rejection == "sequence":
         log_ratio = predictions.sequence_mean(log_ratio)

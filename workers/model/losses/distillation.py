@@ -40,7 +40,9 @@ class WholeLayer:
             None if each is None else as_tensor(np.array(each[rows]), self.dtype).to(layer.weight.device)
             for each in (self.weight, self.bias)
         )
-        return TeacherLayer(weight, bias, Head(head.temperature, self.softcap, self.factor, head.group, head.first_id))
+        return TeacherLayer(
+            weight, bias, Head(head.temperature, self.softcap, self.factor, head.group, head.first_id)
+        )
 
 
 def as_numpy(values: Tensor) -> Any:
@@ -79,7 +81,8 @@ def with_teacher_prompts(batch: DataProto) -> DataProto:
     """
     if "teacher_prompt" not in batch.objects or not len(batch):
         return batch
-    own, rows = batch.columns["length"] - batch.columns["prompt_tokens"], []
+    own = batch.columns["length"] - batch.columns["prompt_tokens"]
+    rows = []
     for index, prompt in enumerate(map(torch.from_numpy, batch.objects["teacher_prompt"])):
         row = batch.row(index)
         start = len(row["input_ids"]) - int(own[index])
@@ -90,7 +93,9 @@ def with_teacher_prompts(batch: DataProto) -> DataProto:
 
 
 def at_tokens_of(batch: DataProto, read: DataProto, values: Any) -> Any:
-    """Return NumPy `values` [T', ...] of the tokens of `read` as [T, ...] of `batch`, 0 outside its `loss_mask`."""
+    """Return NumPy `values` [T', ...] of the tokens of `read` as [T, ...] of `batch`, 0 outside its
+    `loss_mask`.
+    """
     if read is batch:
         return values
     found = np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype)

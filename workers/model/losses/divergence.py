@@ -4,17 +4,17 @@
     teacher's hidden [N, H'] --chunk of n--> log-probs [n, V] --+--> divergence [N]     over the vocabulary
     teacher's k likeliest tokens [N, k], and the rest as one ---+                       over k + 1 events
 
-The gradient goes to the student alone. With p the student, q the teacher, both softmax of logits over a temperature,
-and z the student's scaled logits, over events e:
+The gradient goes to the student alone. With p the student, q the teacher, both softmax of logits over a
+temperature, and z the student's scaled logits, over events e:
 
     reverse_kl    D = sum p log(p / q)                              w = p log(p / q)
     forward_kl    D = sum q log(q / p)                              w = -q
     jsd           D = (KL(p | m) + KL(q | m)) / 2, m = (p + q) / 2  w = p log(p / m) / 2
     d D / d z_i = p_i (w_e / p_e - sum w)                           e: the event of token i
 
-(Agarwal et al. 2024, arXiv:2306.13649, section 3, whose jsd has beta = 1/2 here.) A divergence over k + 1 events is a
-lower bound of the one over the vocabulary: merging events never raises it. If ranks share the vocabulary, they reduce
-sums, as in `logprobs`.
+(Agarwal et al. 2024, arXiv:2306.13649, section 3, whose jsd has beta = 1/2 here.) A divergence over k + 1
+events is a lower bound of the one over the vocabulary: merging events never raises it. If ranks share the
+vocabulary, they reduce sums, as in `logprobs`.
 
 N predicted tokens, V vocabulary (of this rank, if shared).
 """
@@ -58,10 +58,11 @@ def linear_divergence(
 ) -> Tensor:
     """Return the divergence at each token, nats, [N], at least float32, with gradients to the layer.
 
-    Over the vocabulary with the `teacher`'s layer and hidden states [N, H'], else over its likeliest tokens, `ids`
-    int64 [N, k], by their `log_probs` [N, k + 1], the last of all other tokens.
+    Over the vocabulary with the `teacher`'s layer and hidden states [N, H'], else over its likeliest tokens,
+    `ids` int64 [N, k], by their `log_probs` [N, k + 1], the last of all other tokens.
     """
-    leaves, rest = (layer.hidden, layer.weight, layer.bias), (layer.head, divergence, layer.chunk_tokens)
+    leaves = (layer.hidden, layer.weight, layer.bias)
+    rest = (layer.head, divergence, layer.chunk_tokens)
     if teacher is not None:
         return _OverVocabulary.apply(*leaves, teacher_hidden, teacher, *rest)
     return _OverTop.apply(*leaves, ids, log_probs, *rest)
@@ -83,7 +84,9 @@ def terms(divergence: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
 def top_log_probs(layer: OutputLayer, *, count: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the ids int64 [N, k] of the `count` likeliest of the first `tokens` tokens, likeliest first, and
     log-probs [N, k + 1], the last of all other tokens."""
-    hidden, weight, head = layer.hidden, layer.weight, layer.head
+    hidden = layer.hidden
+    weight = layer.weight
+    head = layer.head
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     ids = torch.zeros(len(hidden), count, dtype=torch.int64, device=hidden.device)
     log_probs = torch.zeros(len(hidden), count + 1, dtype=dtype, device=hidden.device)
@@ -111,7 +114,9 @@ def _of_all(head: Head, values: Tensor) -> Tensor:
 
 
 def _rest(logits: Tensor, places: Tensor, mine: Tensor, head: Head) -> Tensor:
-    """Return logsumexp of the logits [n, V] outside `places` [n, k], of which those that are `mine` are here: [n]."""
+    """Return logsumexp of the logits [n, V] outside `places` [n, k], of which those that are `mine` are here:
+    [n].
+    """
     is_top = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
     is_top.scatter_(-1, places.where(mine, logits.shape[1]), True)
     return head.logsumexp(logits.masked_fill(is_top[:, :-1], torch.finfo(logits.dtype).min))
@@ -139,7 +144,9 @@ class _OverVocabulary(torch.autograd.Function):
                 total[rows] = part.sum(-1)
         found, total_w = head.sum(sums).unbind()
         ctx.save_for_backward(hidden, weight, bias, total_w)
-        ctx.head, ctx.divergence, ctx.chunk_tokens = head, divergence, chunk_tokens
+        ctx.head = head
+        ctx.divergence = divergence
+        ctx.chunk_tokens = chunk_tokens
         return found.clone()
 
     @staticmethod
@@ -155,7 +162,9 @@ class _OverVocabulary(torch.autograd.Function):
             return _of_raw(found, slope, raw, ctx.needs_input_grad[2])
 
         layer = hidden, weight, bias
-        found = layer_gradients(layer, ctx.needs_input_grad[:3], total_w.dtype, ctx.head, ctx.chunk_tokens, of_logits)
+        found = layer_gradients(
+            layer, ctx.needs_input_grad[:3], total_w.dtype, ctx.head, ctx.chunk_tokens, of_logits
+        )
         return *found, None, None, None, None, None
 
 
@@ -195,7 +204,8 @@ class _OverTop(torch.autograd.Function):
         log_p = log_p.sub_(normalizer[:, None]).clamp_(min=LEAST_LOG_PROB)
         parts, w = terms(divergence, log_p, log_q.to(dtype))
         ctx.save_for_backward(hidden, weight, bias, ids, normalizer, log_p, w)
-        ctx.head, ctx.chunk_tokens = head, chunk_tokens
+        ctx.head = head
+        ctx.chunk_tokens = chunk_tokens
         return parts.sum(-1)
 
     @staticmethod
@@ -204,7 +214,8 @@ class _OverTop(torch.autograd.Function):
         hidden, weight, bias, ids, normalizer, log_p, w = ctx.saved_tensors
         head: Head = ctx.head
         of_rest = w[:, -1] / log_p[:, -1].exp()  # w / p of every token in the rest
-        factor, at_top = of_rest - w.sum(-1), w[:, :-1] - log_p[:, :-1].exp() * of_rest[:, None]
+        factor = of_rest - w.sum(-1)
+        at_top = w[:, :-1] - log_p[:, :-1].exp() * of_rest[:, None]
 
         def of_logits(rows: slice, raw: Tensor) -> tuple[Tensor, Tensor | None]:
             logits = head.scaled(raw, normalizer.dtype)
@@ -215,7 +226,9 @@ class _OverTop(torch.autograd.Function):
             return _of_raw(found, slope, raw, ctx.needs_input_grad[2])
 
         layer = hidden, weight, bias
-        found = layer_gradients(layer, ctx.needs_input_grad[:3], log_p.dtype, head, ctx.chunk_tokens, of_logits)
+        found = layer_gradients(
+            layer, ctx.needs_input_grad[:3], log_p.dtype, head, ctx.chunk_tokens, of_logits
+        )
         return *found, None, None, None, None, None
 
 

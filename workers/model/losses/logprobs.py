@@ -3,8 +3,8 @@
     hidden [N, H] --chunk of n--> logits [n, V] --> log_probs [n], entropy [n]      logits of one chunk exist at a time,
     hidden, weight gradients <--chunk of n-- logits again <-- their gradients       forward and backward
 
-If ranks share the vocabulary, each has the logits of its part. They reduce the maximum, the sum of exponentials,
-the target's log-probability and the entropy, [n] each, and the gradient of hidden.
+If ranks share the vocabulary, each has the logits of its part. They reduce the maximum, the sum of
+exponentials, the target's log-probability and the entropy, [n] each, and the gradient of hidden.
 
 N predicted tokens, H hidden size, V vocabulary (of this rank, if shared).
 """
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MOST_GRAPHS = 64
-"""Compiled graphs of one function. Beyond dynamo's default of 8 it runs uncompiled. Two kinds of layers with adapters
-exceed 8."""
+"""Compiled graphs of one function. Beyond dynamo's default of 8 it runs uncompiled. Two kinds of layers with
+adapters exceed 8.
+"""
 
 
 def linear_log_probs(
@@ -38,16 +39,18 @@ def linear_log_probs(
     group: dist.ProcessGroup | None = None,
     first_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of `targets` and entropy under softmax(cap(factor (hidden @ weight.T + bias)) / temperature).
+    """Return log-probs of `targets` and entropy under softmax(cap(factor (hidden @ weight.T + bias)) /
+    temperature).
 
         cap(x) = softcap * tanh(x / softcap)      (Gemma 2, Riviere et al. 2024, section 2), or x without a softcap
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats), at
-    least float32, with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of logits, twice in
-    float32, more with a softcap or half precision.
+    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in
+    nats), at least float32, with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of
+    logits, twice in float32, more with a softcap or half precision.
 
-    group: the ranks that share the vocabulary. Weight and bias are then the rows from `first_id` on. Hidden, targets,
-    results and the gradient of hidden are the same on all ranks, if all use the results in the same way.
+    group: the ranks that share the vocabulary. Weight and bias are then the rows from `first_id` on. Hidden,
+    targets, results and the gradient of hidden are the same on all ranks, if all use the results in the same
+    way.
     """
     head = Head(float(temperature), softcap or None, factor, group, first_id)
     return log_probs_of(OutputLayer(hidden, weight, bias, head, chunk_tokens), targets)
@@ -55,12 +58,16 @@ def linear_log_probs(
 
 def log_probs_of(layer: "OutputLayer", targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (log-probs [N], entropy [N]), see `linear_log_probs`."""
-    return _LinearLogProbs.apply(layer.hidden, layer.weight, layer.bias, targets, layer.head, layer.chunk_tokens)
+    return _LinearLogProbs.apply(
+        layer.hidden, layer.weight, layer.bias, targets, layer.head, layer.chunk_tokens
+    )
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns raw logits into log-probs, and the ranks that share the vocabulary, see `linear_log_probs`."""
+    """What turns raw logits into log-probs, and the ranks that share the vocabulary, see
+    `linear_log_probs`.
+    """
 
     temperature: float
     softcap: float | None
@@ -95,7 +102,9 @@ class Head:
         return part
 
     def own(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return (row of each target in this rank's part, or 0 if elsewhere, whether it is here), [n] each."""
+        """Return (row of each target in this rank's part, or 0 if elsewhere, whether it is here),
+        [n] each.
+        """
         rows = targets - self.first_id
         mine = (rows >= 0) & (rows < size)
         return rows.where(mine, 0), mine
@@ -103,7 +112,9 @@ class Head:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The output layer and its input, see `linear_log_probs`. chunk_tokens: rows of logits that exist at a time."""
+    """The output layer and its input, see `linear_log_probs`. chunk_tokens: rows of logits that exist at a
+    time.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -140,13 +151,16 @@ class _LinearLogProbs(torch.autograd.Function):
             del raw  # before the next chunk's exist
         log_probs, entropy = head.sum(results).unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.head, ctx.chunk_tokens = head, chunk_tokens
+        ctx.head = head
+        ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
         return log_probs.clone(), entropy.clone()  # otherwise autograd would keep one memory for both
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         head = ctx.head
         _, differentiate = _chunk_functions(hidden.device.type, head.group is not None)
@@ -165,7 +179,9 @@ class _LinearLogProbs(torch.autograd.Function):
             return found
 
         layer = hidden, weight, bias
-        found = layer_gradients(layer, ctx.needs_input_grad[:3], normalizer.dtype, head, ctx.chunk_tokens, of_logits)
+        found = layer_gradients(
+            layer, ctx.needs_input_grad[:3], normalizer.dtype, head, ctx.chunk_tokens, of_logits
+        )
         return *found, None, None, None
 
 
@@ -177,10 +193,11 @@ def layer_gradients(
     chunk_tokens: int,
     of_logits: Callable[[slice, Tensor], tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of an output layer (hidden, weight, bias), those that are `needed`, chunk by chunk.
+    """Return the gradients of an output layer (hidden, weight, bias), those that are `needed`, chunk by
+    chunk.
 
-    dtype: of the sums over chunks. of_logits: given a chunk's rows and raw logits [n, V], which it may overwrite,
-    returns their gradient, and its sum over rows [V] if the bias needs it.
+    dtype: of the sums over chunks. of_logits: given a chunk's rows and raw logits [n, V], which it may
+    overwrite, returns their gradient, and its sum over rows [V] if the bias needs it.
     """
     hidden, weight, bias = layer
     grad_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -201,8 +218,12 @@ def layer_gradients(
     return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias)
 
 
-def _predict(raw: Tensor, ids: Tensor, mine: Tensor, head: Head, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logsumexp, log-prob of `ids` where `mine`, and entropy, [n] each. May overwrite raw logits [n, V]."""
+def _predict(
+    raw: Tensor, ids: Tensor, mine: Tensor, head: Head, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logsumexp, log-prob of `ids` where `mine`, and entropy, [n] each. May overwrite raw logits [n,
+    V].
+    """
     logits = head.scaled(raw, dtype)
     normalizer = head.logsumexp(logits)
     all_log_probs = logits.sub_(normalizer[:, None])

@@ -1,4 +1,5 @@
-"""Inputs of a loss, the outputs of a model and the columns at the predicted tokens, and its metrics on the device.
+"""Inputs of a loss, the outputs of a model and the columns at the predicted tokens, and its metrics on the
+device.
 
     log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
     Statistic (0-d tensor, reduction) of each micro-batch --to_metrics: one copy for all--> Metrics, merged
@@ -30,9 +31,9 @@ Tokens = TypeVar("Tokens", bound="PackedTokens")
 class PackedTokens:
     """Hold columns at the N predicted tokens of a micro-batch.
 
-    columns: name -> [N]. Per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
-    of each token. A sequence may have none. objects: non-numeric data such as `uid`, name -> object array [B]. meta:
-    values of the whole batch, such as `step`.
+    columns: name -> [N]. Per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the
+    sequence of each token. A sequence may have none. objects: non-numeric data such as `uid`, name -> object
+    array [B]. meta: values of the whole batch, such as `step`.
     """
 
     columns: dict[str, Tensor]
@@ -50,7 +51,9 @@ class PackedTokens:
         if name not in self.columns:
             similar = get_close_matches(str(name), self.columns, n=1)
             hint = f"Did you mean {similar[0]!r}? " if similar else ""
-            raise DataError(f"the loss needs the column {name!r}. {hint}The batch has {sorted(self.columns)}.")
+            raise DataError(
+                f"the loss needs the column {name!r}. {hint}The batch has {sorted(self.columns)}."
+            )
         return self.columns[name]
 
     def __len__(self) -> int:
@@ -95,10 +98,11 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions(PackedTokens):
-    """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
+    """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with
+    gradient.
 
-    divergence: from a teacher, see `workers.model.losses.divergence`, or None. hidden: states [N, H] at the output
-    layer, with algorithm.loss.hidden_states.
+    divergence: from a teacher, see `workers.model.losses.divergence`, or None. hidden: states [N, H] at the
+    output layer, with algorithm.loss.hidden_states.
     """
 
     log_probs: Tensor
@@ -112,12 +116,16 @@ class Predictions(PackedTokens):
 
         Outputs are [N], but for the hidden states.
         """
-        found = dict(zip(("log_probs", "entropy", "divergence"), (o for o in outputs if o.dim() == 1), strict=False))
+        found = dict(
+            zip(("log_probs", "entropy", "divergence"), (o for o in outputs if o.dim() == 1), strict=False)
+        )
         hidden = next((each for each in outputs if each.dim() == 2), None)
         return cls(**found, hidden=hidden, **columns_at(sequences, rows, outputs[0].device))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a column [N]. Before the only update on a batch, old log-probs are the current ones: ratios are 1."""
+        """Return a column [N]. Before the only update on a batch, old log-probs are the current ones: ratios
+        are 1.
+        """
         if name == "old_log_probs" and name not in self.columns:
             return self.log_probs.detach()
         return super().__getitem__(name)
@@ -171,7 +179,9 @@ def total(value: Tensor) -> Statistic:
 
 
 def mean(values: Tensor, count: str = "tokens") -> Statistic:
-    """Return the mean of `values`, weighted by their number across micro-batches. count: `tokens` or `sequences`."""
+    """Return the mean of `values`, weighted by their number across micro-batches. count: `tokens` or
+    `sequences`.
+    """
     return Statistic(Reduction.MEAN, values.detach().sum(), len(values), count)
 
 

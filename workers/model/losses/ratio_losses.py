@@ -6,8 +6,8 @@
     gspo        clip of the geometric mean of the sequence's ratios
     gmpo        geometric mean of the sequence's clipped ratios
 
-A_t: `advantages`, by token or sequence. |y|: predicted tokens of the sequence. gspo and gmpo share one value among a
-sequence's tokens: under sequence_mean_token_mean the aggregate is the papers' mean over sequences.
+A_t: `advantages`, by token or sequence. |y|: predicted tokens of the sequence. gspo and gmpo share one value
+among a sequence's tokens: under sequence_mean_token_mean the aggregate is the papers' mean over sequences.
 """
 
 import torch
@@ -51,9 +51,11 @@ def ppo_clip(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
 
 def surrogate(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Return (clipped surrogate loss [N], where clipped, bool [N], log ratio [N])."""
-    log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
+    log_ratio = log_ratio_to_old(predictions)
+    advantages = predictions["advantages"]
     ratio = bounded_exp(log_ratio)
-    unclipped, clipped = ratio * advantages, clip(ratio, config) * advantages
+    unclipped = ratio * advantages
+    clipped = clip(ratio, config) * advantages
     return -torch.minimum(unclipped, clipped), clipped < unclipped, log_ratio
 
 
@@ -68,7 +70,9 @@ def cispo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statist
     log_ratio = log_ratio_to_old(predictions)
     ratio = bounded_exp(log_ratio.detach())
     weight = clip(ratio, config)
-    return -weight * predictions["advantages"] * predictions.log_probs, ratio_statistics(log_ratio, weight != ratio)
+    return -weight * predictions["advantages"] * predictions.log_probs, ratio_statistics(
+        log_ratio, weight != ratio
+    )
 
 
 @policy_loss("sapo", aggregation="sequence_mean_token_mean")
@@ -77,10 +81,14 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
 
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = sapo_tau_positive if A_t > 0, else sapo_tau_negative
 
-    Its gradient is the policy gradient times r_t 4 p (1 - p), p the sigmoid: 1 at r_t = 1, fading on both sides.
+    Its gradient is the policy gradient times r_t 4 p (1 - p), p the sigmoid: 1 at r_t = 1, fading on both
+    sides.
     """
-    log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
-    positive, negative = (log_ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative))
+    log_ratio = log_ratio_to_old(predictions)
+    advantages = predictions["advantages"]
+    positive, negative = (
+        log_ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative)
+    )
     tau = torch.where(advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * bounded_expm1(log_ratio))
     statistics = ratio_statistics(log_ratio, torch.zeros_like(gate, dtype=torch.bool))
@@ -91,16 +99,20 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
 
 @policy_loss("gspo", aggregation="sequence_mean_token_mean")
 def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
-    """Group sequence policy optimisation (Zheng et al. 2025, eqs. 5 to 7, in the token form of eqs. 13 and 14).
+    """Group sequence policy optimisation (Zheng et al. 2025, eqs. 5 to 7, in the token form of eqs. 13 and
+    14).
 
         s = exp(1/|y| sum_t log r_t)          s_t = sg(s) pi(y_t) / sg(pi(y_t))          sg: no gradient
         L_t = -min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    With one advantage a sequence, loss and gradient equal the sequence form's. The paper's bounds are 3e-4 and 4e-4.
+    With one advantage a sequence, loss and gradient equal the sequence form's. The paper's bounds are 3e-4
+    and 4e-4.
     """
-    log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
+    log_ratio = log_ratio_to_old(predictions)
+    advantages = predictions["advantages"]
     ratio = sequence_ratio(predictions, log_ratio)
-    unclipped, clipped = ratio * advantages, clip(ratio, config) * advantages
+    unclipped = ratio * advantages
+    clipped = clip(ratio, config) * advantages
     return -torch.minimum(unclipped, clipped), ratio_statistics(log_ratio, clipped < unclipped)
 
 
@@ -117,10 +129,13 @@ def gmpo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
         d_t = min(log r_t, clip_high)   if A > 0,      max(log r_t, -clip_low)   otherwise
         L = -A exp(1/|y| sum_t d_t)
 
-    Each ratio is clipped to [e^-clip_low, e^clip_high] where PPO would clip it. The paper's bounds are 0.4. A is one
-    number a sequence.
+    Each ratio is clipped to [e^-clip_low, e^clip_high] where PPO would clip it. The paper's bounds are 0.4. A
+    is one number a sequence.
     """
-    log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
-    bounded = torch.where(advantages > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low))
+    log_ratio = log_ratio_to_old(predictions)
+    advantages = predictions["advantages"]
+    bounded = torch.where(
+        advantages > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
+    )
     ratio = bounded_exp(predictions.sequence_mean(bounded))
     return -advantages * ratio, ratio_statistics(log_ratio, bounded != log_ratio)

@@ -2,8 +2,8 @@
 
     Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
 
-A custom loss is decorated with `policy_loss`, and with `per_sequence_loss` to see whole sequences (docs/your-own.md).
-Ratios are r_t = pi(y_t) / pi_old(y_t).
+A custom loss is decorated with `policy_loss`, and with `per_sequence_loss` to see whole sequences
+(docs/your-own.md). Ratios are r_t = pi(y_t) / pi_old(y_t).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,9 @@ RESERVED_STATISTICS = (*CONFIGURED_STATISTICS, *OPTIMIZER_METRICS)
 
 
 def log_ratio_to_old(predictions: Predictions) -> Tensor:
-    """Return log r_t, [N], with gradient. Without `old_log_probs`, r_t = 1: exact for the only update on a batch."""
+    """Return log r_t, [N], with gradient. Without `old_log_probs`, r_t = 1: exact for the only update on a
+    batch.
+    """
     return predictions.log_probs - predictions["old_log_probs"]
 
 
@@ -78,8 +80,9 @@ def policy_loss(
 ) -> Callable[[TokenLosses], TokenLosses]:
     """Register a policy loss under the name that `algorithm.loss.name` selects.
 
-    aggregation: its normaliser, one of `token_weights`, for the setting `auto`. prepare: for losses that need the whole
-    mini-batch, called on every rank with its micro-batches before the first forward pass. Returns them with columns.
+    aggregation: its normaliser, one of `token_weights`, for the setting `auto`. prepare: for losses that need
+    the whole mini-batch, called on every rank with its micro-batches before the first forward pass. Returns
+    them with columns.
     """
 
     def register(function: TokenLosses) -> TokenLosses:
@@ -96,7 +99,8 @@ def per_sequence_loss(function: TokenLosses) -> TokenLosses:
     """
 
     def packed(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
-        losses, statistics = [predictions.log_probs[:0]], []
+        losses = [predictions.log_probs[:0]]
+        statistics = []
         for sequence in predictions.sequences():
             loss, parts = _losses_and_statistics(function(sequence, config))
             losses.append(loss.expand(len(sequence)))
@@ -116,21 +120,23 @@ def make_policy_loss(config: LossConfig) -> "PolicyObjective":
         return PolicyObjective(_custom(config.function), config)
     if config.name not in POLICY_LOSSES:
         raise ConfigError(
-            f"algorithm.loss.name={config.name} is not a policy loss. Known are custom and {sorted(POLICY_LOSSES)}."
+            f"algorithm.loss.name={config.name} is not a policy loss. Known are custom and "
+            f"{sorted(POLICY_LOSSES)}."
         )
     return PolicyObjective(POLICY_LOSSES[config.name], config)
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Combine a policy loss with rollout correction, KL to the reference, entropy, distillation and aggregation.
+    """Combine a policy loss with rollout correction, KL to the reference, entropy, distillation and
+    aggregation.
 
         loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t + c_distillation D_t)
 
-    L_t: the registered loss, c_t: see `correction_weights`, KL_t: see `kl_of_loss`, H_t: entropy in nats, D_t: see
-    `linear_divergence`, weight_t: see `token_weights`. Over sampled tokens alone, L_t is the registered loss plus
-    c_distillation r_t (log pi(y_t) - log teacher(y_t)), whose second factor has no gradient (Lu et al. 2025,
-    thinkingmachines.ai/blog/on-policy-distillation).
+    L_t: the registered loss, c_t: see `correction_weights`, KL_t: see `kl_of_loss`, H_t: entropy in nats,
+    D_t: see `linear_divergence`, weight_t: see `token_weights`. Over sampled tokens alone, L_t is the
+    registered loss plus c_distillation r_t (log pi(y_t) - log teacher(y_t)), whose second factor has no
+    gradient (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation).
 
     Needs `reference_log_probs` if kl_coefficient > 0, and the columns of the loss.
     """
@@ -204,7 +210,9 @@ def _check_result(losses: Tensor, statistics: Statistics, predictions: Predictio
                 "Wrap it by mean(values) or total(value) of workers.model.losses."
             )
         if key in RESERVED_STATISTICS:
-            raise DataError(f"policy loss {name} gave the statistic {key!r}, a metric of every policy. Rename it.")
+            raise DataError(
+                f"policy loss {name} gave the statistic {key!r}, a metric of every policy. Rename it."
+            )
         if not isinstance(key, str):
             raise DataError(f"policy loss {name} gave a statistic named {quoted(key)}. Name it by a text.")
 
@@ -219,8 +227,8 @@ def prepare(
     if isinstance(loss_function, PolicyObjective) and loss_function.loss.prepare is not None:
         if any(CONTEXT_DEGREE in part.columns for part in parts):
             raise ConfigError(
-                "policy.parallel.context_parallel_degree=auto: does not work with losses that prepare a mini-batch. "
-                "Set fixed."
+                "policy.parallel.context_parallel_degree=auto: does not work with losses that prepare a "
+                "mini-batch. Set fixed."
             )
         return loss_function.loss.prepare(parts, denominators, loss_function.config, groups)
     return parts

@@ -27,14 +27,17 @@ EPSILON = 1e-6  # keeps equal advantages at 0
 
 @dataclass(frozen=True)
 class KlPenalty:
-    """Penalise a token's reward by `coefficient` times its estimated KL to the reference, see `kl_estimate`."""
+    """Penalise a token's reward by `coefficient` times its estimated KL to the reference, see
+    `kl_estimate`.
+    """
 
     coefficient: float
     estimator: str
 
 
 def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Tensor:
-    """Return rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token, and Ouyang et al. 2022).
+    """Return rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token, and Ouyang et al.
+    2022).
 
     r_t = - beta KL_t + (the reward at the last token of each turn, 0 elsewhere)        see `turns_of`
     """
@@ -49,8 +52,8 @@ def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Ten
 def turns_of(sequences: DataProto) -> tuple[Tensor, Tensor]:
     """Return which of the N tokens end a turn, int64, and the turn's number, float64.
 
-    Turns are the objects `by_turn`: pairs of (tokens, number) for each sequence. Without them, a sequence is one turn
-    with the column `reward`.
+    Turns are the objects `by_turn`: pairs of (tokens, number) for each sequence. Without them, a sequence is
+    one turn with the column `reward`.
     """
     counts = sequences.loss_token_counts
     some = counts > 0
@@ -62,7 +65,9 @@ def turns_of(sequences: DataProto) -> tuple[Tensor, Tensor]:
 
 
 def discounts(sequences: DataProto, gamma: float, per: str) -> np.ndarray:
-    """Return the discount between each token and the next, float64 [N]. per: `token`, or `turn`: 1 within a turn."""
+    """Return the discount between each token and the next, float64 [N]. per: `token`, or `turn`: 1 within a
+    turn.
+    """
     found = np.full(sequences.num_loss_tokens, gamma if per == "token" else 1.0)
     found[turns_of(sequences)[0].numpy()] = gamma
     return found
@@ -71,7 +76,9 @@ def discounts(sequences: DataProto, gamma: float, per: str) -> np.ndarray:
 def token_kl(sequences: DataProto, estimator: str) -> Tensor:
     """Return the estimated KL of the sampling policy to the reference at each token, nats, float64 [N]."""
     mask = sequences.tokens["loss_mask"]
-    sampled, reference = (sequences.tokens[name][mask].double() for name in ("old_log_probs", "reference_log_probs"))
+    sampled, reference = (
+        sequences.tokens[name][mask].double() for name in ("old_log_probs", "reference_log_probs")
+    )
     return kl_estimate(reference - sampled, estimator)
 
 
@@ -83,21 +90,31 @@ def sequence_kl(sequences: DataProto, estimator: str) -> Tensor:
 
 
 def gae(
-    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float | np.ndarray = 1.0, lam: float = 1.0
+    rewards: np.ndarray,
+    values: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    gamma: float | np.ndarray = 1.0,
+    lam: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimation (Schulman et al. 2016, eqs. 11 to 16), token by token.
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
-    V and A are 0 after the last token. rewards, values: float [N], V_t before token t. lengths: int [B], may be 0.
+    V and A are 0 after the last token. rewards, values: float [N], V_t before token t. lengths: int [B], may
+    be 0.
     gamma: a number, or [N] of `discounts`.
     Returns (advantages, returns), float64 [N]. Raises DataError if sizes disagree.
     """
     if not len(rewards) == len(values) == lengths.sum():
-        raise DataError(f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens")
+        raise DataError(
+            f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens"
+        )
     ends = np.cumsum(lengths)
-    advantages, gamma = np.zeros(len(rewards)), np.broadcast_to(gamma, len(rewards))
-    next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
+    advantages = np.zeros(len(rewards))
+    gamma = np.broadcast_to(gamma, len(rewards))
+    next_value = np.zeros(len(lengths))
+    next_advantage = np.zeros(len(lengths))
     # From the last token to the first, in all long enough sequences at once.
     for step in range(1, int(lengths.max(initial=0)) + 1):
         rows = np.flatnonzero(lengths >= step)
@@ -109,9 +126,11 @@ def gae(
 
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float | np.ndarray) -> np.ndarray:
-    """Return G_t = r_t + gamma G_{t+1}, 0 after the last token, float64 [N]: `gae` with values 0 and lambda 1.
+    """Return G_t = r_t + gamma G_{t+1}, 0 after the last token, float64 [N]: `gae` with values 0 and lambda
+    1.
 
-    The return of REINFORCE (Williams 1992), and of REINFORCE++ (Hu et al. 2025) if rewards include its KL penalty.
+    The return of REINFORCE (Williams 1992), and of REINFORCE++ (Hu et al. 2025) if rewards include its KL
+    penalty.
     """
     returns, _ = gae(rewards, np.zeros(len(rewards)), lengths, gamma=gamma)
     return returns
@@ -125,9 +144,10 @@ def whiten(
 ) -> Tensor:
     """Return (x - mean(x)) / (std(x) + epsilon) over the values of all ranks, float64 [N].
 
-    Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The deviation is
-    the population's (n), as in OpenRLHF (in verl the sample's, n - 1).
-    groups: together the data-parallel ranks, which all call, or none for one process. device: where they add up sums.
+    Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The
+    deviation is the population's (n), as in OpenRLHF (in verl the sample's, n - 1).
+    groups: together the data-parallel ranks, which all call, or none for one process. device: where they add
+    up sums.
     counted: bool [N], values that no other rank counts, or None for all.
     """
     values = values.double()

@@ -2,8 +2,8 @@
 
     log-probs of all sequences (a forward pass) --loss on the driver--> dL/dS_i = c_i --this loss--> gradient
 
-S_i is the log-prob of sequence i. With c_i fixed, sum_i c_i S_i has the gradient of L. So the sequences of a pair may
-be in different micro-batches.
+S_i is the log-prob of sequence i. With c_i fixed, sum_i c_i S_i has the gradient of L. So the sequences of a
+pair may be in different micro-batches.
 """
 
 from torch import Tensor

@@ -1,4 +1,5 @@
-"""Losses of value heads: a critic's values V_t of the state before token t, a reward model's scores s_t at token t.
+"""Losses of value heads: a critic's values V_t of the state before token t, a reward model's scores s_t at
+token t.
 
     values [N] + columns `returns`, `old_values` --value loss--> [N] --aggregate by Denominators--> loss
     scores [N] + column `label`                  --score loss--> [N] --mean over all scores-------> loss
@@ -37,7 +38,8 @@ ValueLossFunction = Callable[[ValuePredictions, Denominators], tuple[Tensor, Sta
 
 
 def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
-    """Return the squared error, clipped as in PPO2 (Dhariwal et al. 2017, OpenAI Baselines) if `config.clip` > 0.
+    """Return the squared error, clipped as in PPO2 (Dhariwal et al. 2017, OpenAI Baselines) if `config.clip`
+    > 0.
 
         L_t = 1/2 max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2)
         without clip:   L_t = 1/2 (V_t - R_t)^2
@@ -46,8 +48,10 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
     """
 
     def value_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
-        values, returns = predictions.values, predictions["returns"]
-        losses, statistics = 0.5 * (values - returns).square(), value_statistics(values, returns)
+        values = predictions.values
+        returns = predictions["returns"]
+        losses = 0.5 * (values - returns).square()
+        statistics = value_statistics(values, returns)
         if config.clip:
             change = values - predictions["old_values"]
             clipped = predictions["old_values"] + change.clamp(-config.clip, config.clip)
@@ -81,8 +85,8 @@ def make_score_loss(name: str) -> ValueLossFunction:
 def score_errors(name: str, predictions: ValuePredictions) -> tuple[Tensor, Statistics]:
     """Return the loss of each score [N], and statistics, against the column `label` y.
 
-    regression   (s - y)^2
-    process      -y log sigmoid(s) - (1 - y) log sigmoid(-s)          Lightman et al. 2023, y the chance of a right step
+    regression   (s - y)^2 process      -y log sigmoid(s) - (1 - y) log sigmoid(-s)          Lightman et al.
+    2023, y the chance of a right step
     """
     scores = predictions.values
     labels = predictions["label"].to(scores.dtype)

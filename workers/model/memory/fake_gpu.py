@@ -2,9 +2,9 @@
 
     real tensors on the CPU  --.to("gpu")-->  fake tensors on "gpu"  --.item()-->  1
 
-The device is a PrivateUse1 backend in Python, which autograd, FSDP2 and DTensor use like any other. Its operations run
-on fake tensors. Tensors on the CPU are computed as usual. `stand_in` replaces calls that check for CUDA by name, read
-files, or need data. The engine's code is unchanged.
+The device is a PrivateUse1 backend in Python, which autograd, FSDP2 and DTensor use like any other. Its
+operations run on fake tensors. Tensors on the CPU are computed as usual. `stand_in` replaces calls that check
+for CUDA by name, read files, or need data. The engine's code is unchanged.
 
 Use a separate process: the backend stays registered. Needs the exact torch that pyproject.toml pins.
 """
@@ -143,10 +143,14 @@ class FakeGpu(TorchDispatchMode):
         if not leaves:
             return operator(*args, **kwargs)
         # What a tower makes of the sizes of images is on the host, see `_sizes_stay`.
-        there = [each.device for each in leaves if isinstance(each, FakeTensor) and each.device.type == DEVICE]
+        there = [
+            each.device for each in leaves if isinstance(each, FakeTensor) and each.device.type == DEVICE
+        ]
         device = there[0] if there and not operator._schema.is_mutable else None
         with self._fake:
-            result = operator(*tree_map_only(torch.Tensor, partial(_without_numbers, device=device), args), **kwargs)
+            result = operator(
+                *tree_map_only(torch.Tensor, partial(_without_numbers, device=device), args), **kwargs
+            )
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type == DEVICE:
                 self.ledger.enter(tensor.untyped_storage())
@@ -170,7 +174,9 @@ def _all_true(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> tuple
 def _without_numbers(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+    )
 
 
 @contextmanager
@@ -183,7 +189,9 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
     stand_in()
     # CUDA has one kernel. For other backends torch composes many, with 2 T b f more at the peak.
     torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) makes it on the CPU and copies it
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(..., device=...) makes it on the CPU and copies it
     gpu = FakeGpu()
     with gpu, _resizes_counted(gpu.ledger):
         yield gpu
@@ -191,7 +199,9 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
 
 @contextmanager
 def _resizes_counted(ledger: Ledger) -> Iterator[None]:
-    """Count storage resizes, by which FSDP2 frees and remakes gathered parameters: no operation shows them."""
+    """Count storage resizes, by which FSDP2 frees and remakes gathered parameters: no operation
+    shows them.
+    """
     resize = torch.UntypedStorage.resize_
 
     def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -216,7 +226,9 @@ def stand_in() -> None:
     layout.to_device = _sizes_stay
     AttentionInterface.register(FLASH, _flash_attention)
     # Every expert gets as many tokens: their number is data.
-    experts.on_host = lambda sizes, rows: [[len(part) for part in torch.arange(rows).chunk(sizes.shape[1])]] * 2
+    experts.on_host = lambda sizes, rows: (
+        [[len(part) for part in torch.arange(rows).chunk(sizes.shape[1])]] * 2
+    )
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     # Every rank gives this one's answer, and every stage has as many layers.
     dist.broadcast_object_list = lambda *_, **__: None
@@ -227,7 +239,9 @@ def stand_in() -> None:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        """Infer DTensor's result shapes outside the ledger: DTensor computes them on tensors of the whole size."""
+        """Infer DTensor's result shapes outside the ledger: DTensor computes them on tensors of the whole
+        size.
+        """
         with _disable_current_modes():
             return propagate(propagator, op_schema)
 
@@ -242,11 +256,20 @@ def _sizes_stay(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tens
 
 
 def _flash_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    scaling: float,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within a tower, [B, H, T, D] to [B, T, H, D]. All images at once: a call for each takes as much memory."""
+    """Attend within a tower, [B, H, T, D] to [B, T, H, D]. All images at once: a call for each takes as much
+    memory.
+    """
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    bounds, longest = torch.zeros(2, dtype=torch.int32, device=query.device), len(q)
+    bounds = torch.zeros(2, dtype=torch.int32, device=query.device)
+    longest = len(q)
     found = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
     return found.view(len(query), -1, *found.shape[1:]), None
 

@@ -5,8 +5,9 @@
 
     echo '{...}' | python -m workers.model.memory.memory_trace
 
-Every role and number of layers is built in a fork of this process, see `fake_gpu`. Not counted are fragmentation and
-workspaces of kernels: cuBLAS, flash attention (in backward 4 bytes a token and query channel) and NCCL.
+Every role and number of layers is built in a fork of this process, see `fake_gpu`. Not counted are
+fragmentation and workspaces of kernels: cuBLAS, flash attention (in backward 4 bytes a token and query
+channel) and NCCL.
 """
 
 import gc
@@ -29,7 +30,14 @@ import torch
 from workers.batch.dataproto import DataProto, object_column
 from workers.config.loss import DistillationConfig
 from workers.config.model import RECOMPUTED
-from workers.config.roles import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
+from workers.config.roles import (
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ValueLossConfig,
+)
 from workers.images.images import Image, PlacedImage, png_of
 from workers.images.placeholders import Placeholders
 from workers.model.checkpoint.lora import add_adapters
@@ -51,10 +59,11 @@ SMALLEST = 28  # pixels of a side
 class Role:
     """Describe a role.
 
-    description: its config.json. tokens: of a full micro-batch of ranks that share sequences, by pass: `update`,
-    `log_probs`, `values`, `scores`. optimizer: settings that its memory depends on. Others: see `TrainingEngine`.
-    images: empty, or the `folder` of the processor, `pixels` of the largest image, tokens of the longest `prompt`, and
-    by pass a cap on the tokens of a micro-batch's images, 0 for none.
+    description: its config.json. tokens: of a full micro-batch of ranks that share sequences, by pass:
+    `update`, `log_probs`, `values`, `scores`. optimizer: settings that its memory depends on. Others: see
+    `TrainingEngine`.
+    images: empty, or the `folder` of the processor, `pixels` of the largest image, tokens of the longest
+    `prompt`, and by pass a cap on the tokens of a micro-batch's images, 0 for none.
     """
 
     description: dict[str, Any]
@@ -77,17 +86,23 @@ class Role:
 def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Measure every role of `request`, see `controller.preflight.memory.request`.
 
-    Returns, by role, `sizes`, see `_sizes`, and `stages`: of the first and the last stage, bytes by pass, and `states`
-    between passes. A role that fails on fake tensors has `problem`, one line, in place of `stages`.
+    Returns, by role, `sizes`, see `_sizes`, and `stages`: of the first and the last stage, bytes by pass, and
+    `states` between passes. A role that fails on fake tensors has `problem`, one line, in place of `stages`.
     """
     roles = {name: Role.read(given) for name, given in request["roles"].items()}
     parallel = ParallelConfig(**request["parallel"])
     sizes = {name: _sizes(role, parallel) for name, role in roles.items()}
-    points = {name: _points(request["layers"], roles[name], found["layers"], parallel) for name, found in sizes.items()}
+    points = {
+        name: _points(request["layers"], roles[name], found["layers"], parallel)
+        for name, found in sizes.items()
+    }
     stages = sorted({0, parallel.pipeline_parallel - 1})
     with _pools(request["ranks"], parallel, stages, sum(map(len, points.values()))) as pools:
         jobs = {
-            name: [{count: pool.submit(_bytes_at, role, count, request) for count in points[name]} for pool in pools]
+            name: [
+                {count: pool.submit(_bytes_at, role, count, request) for count in points[name]}
+                for pool in pools
+            ]
             for name, role in roles.items()
         }
         return {name: {"sizes": sizes[name]} | _result(jobs[name], sizes[name]["layers"]) for name in roles}
@@ -110,9 +125,12 @@ def _result(jobs: list[dict[int, Future[dict[str, float]]]], layers: int) -> dic
 
 
 @contextmanager
-def _pools(ranks: int, parallel: ParallelConfig, stages: list[int], jobs: int) -> Iterator[list[ProcessPoolExecutor]]:
+def _pools(
+    ranks: int, parallel: ParallelConfig, stages: list[int], jobs: int
+) -> Iterator[list[ProcessPoolExecutor]]:
     """Yield for each stage processes that act as its first rank."""
-    workers, fork = min(jobs, len(os.sched_getaffinity(0))), multiprocessing.get_context("fork")
+    workers = min(jobs, len(os.sched_getaffinity(0)))
+    fork = multiprocessing.get_context("fork")
     of_a_stage = ranks // parallel.pipeline_parallel
     pools = [ProcessPoolExecutor(workers, fork, _become, (ranks, stage * of_a_stage)) for stage in stages]
     yield pools
@@ -130,11 +148,14 @@ def _become(ranks: int, rank: int) -> None:
 
 
 def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
-    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes of the KV cache a token."""
+    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes of the KV cache a
+    token.
+    """
     with _folder(role.description, 0, role.images.get("folder", "")) as path:
         packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
     text = packed.model.config.get_text_config()
-    layers, stages = len(packed.layers), parallel.pipeline_parallel
+    layers = len(packed.layers)
+    stages = parallel.pipeline_parallel
     if stages > 1:
         costs = layer_costs(packed, recomputed=RECOMPUTED[role.model.gradient_checkpointing])
         parts = [len(part) for part in split_layers(*costs, stages * parallel.virtual_stages)]
@@ -154,7 +175,8 @@ def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
 
 
 def _points(asked: list[int], role: Role, layers: int, parallel: ParallelConfig) -> list[int]:
-    """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small model.
+    """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small
+    model.
 
     All with images: with few layers the peak may be the tower's, which other layers do not raise.
     """
@@ -197,12 +219,18 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
     found: dict[str, float] = {"states": ledger.current - before}
     for name, tokens in role.tokens.items():
         layout, _ = role.model.rows(forward=name != "update")
-        count = _micro_batches(ParallelConfig(**request["parallel"]), engine.stage.index) if name == "update" else 2
+        count = (
+            _micro_batches(ParallelConfig(**request["parallel"]), engine.stage.index)
+            if name == "update"
+            else 2
+        )
         sequences, micro_batches = full_micro_batches(
             tokens, request["longest"], engine.vocabulary, count, padded=layout == "padded"
         )
         if image:
-            sequences = with_images(sequences, micro_batches, image, role.images["prompt"], role.images.get(name, 0))
+            sequences = with_images(
+                sequences, micro_batches, image, role.images["prompt"], role.images.get(name, 0)
+            )
         ledger.restart()
         run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
@@ -211,12 +239,16 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
 
 
 def _micro_batches(parallel: ParallelConfig, stage: int) -> int:
-    """Count those in flight on a stage, plus one that finds the gradients of the first. Interleaved: whole rounds."""
+    """Count those in flight on a stage, plus one that finds the gradients of the first. Interleaved: whole
+    rounds.
+    """
     stages = parallel.pipeline_parallel
     return stages - stage + 1 if parallel.virtual_stages == 1 else 2 * stages
 
 
-def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tuple[int, int]], request: Any) -> None:
+def _update(
+    engine: TrainingEngine, sequences: DataProto, micro_batches: list[tuple[int, int]], request: Any
+) -> None:
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         taught = DistillationConfig(**request["distillation"])
@@ -231,7 +263,8 @@ def _with_teacher(
     engine: TrainingEngine, sequences: DataProto, taught: DistillationConfig, request: Mapping[str, Any]
 ) -> DataProto:
     """Add the columns that the policy reads of a teacher, and give it the teacher's output layer."""
-    tokens, top = sequences.num_tokens, taught.top_k
+    tokens = sequences.num_tokens
+    top = taught.top_k
     if not taught.coefficient:
         return sequences
     found = {"teacher_log_probs": torch.zeros(tokens)}
@@ -252,8 +285,8 @@ def _with_teacher(
 def full_micro_batches(
     tokens: int, longest: int, vocabulary: int, count: int, *, padded: bool
 ) -> tuple[DataProto, list[tuple[int, int]]]:
-    """Build `count` micro-batches of `tokens` tokens each, in sequences as long as possible. All but the first tokens
-    learn.
+    """Build `count` micro-batches of `tokens` tokens each, in sequences as long as possible. All but the
+    first tokens learn.
 
     Ids are random, so that sequences share no prefix.
     """
@@ -261,7 +294,11 @@ def full_micro_batches(
     if not padded and tokens % longest > 1:
         lengths.append(tokens % longest)
     generator = torch.Generator().manual_seed(0)
-    rows = [_row(torch.randint(vocabulary, (length,), generator=generator)) for _ in range(count) for length in lengths]
+    rows = [
+        _row(torch.randint(vocabulary, (length,), generator=generator))
+        for _ in range(count)
+        for length in lengths
+    ]
     size = len(lengths)
     bounds = [(index * size, (index + 1) * size) for index in range(count)]
     return DataProto.from_list(rows, {"advantages": torch.zeros(len(rows))}), bounds
@@ -279,7 +316,8 @@ def largest_image(vision: Vision, limits: Mapping[str, Any]) -> tuple[Image, np.
     import PIL.Image
 
     vision.model.config.vision_config._attn_implementation = FLASH
-    placeholders, side = Placeholders(vision.processor, "", compared=0), math.isqrt(limits["pixels"])
+    placeholders = Placeholders(vision.processor, "", compared=0)
+    side = math.isqrt(limits["pixels"])
     while True:
         picture = PIL.Image.new("RGB", (side, side), "gray")
         image = Image(0, side, side, png_of(picture))
@@ -290,21 +328,30 @@ def largest_image(vision: Vision, limits: Mapping[str, Any]) -> tuple[Image, np.
 
 
 def with_images(
-    sequences: DataProto, micro_batches: list[tuple[int, int]], image: tuple[Image, np.ndarray], prompt: int, most: int
+    sequences: DataProto,
+    micro_batches: list[tuple[int, int]],
+    image: tuple[Image, np.ndarray],
+    prompt: int,
+    most: int,
 ) -> DataProto:
-    """Let sequences begin with different images: as many as prompts hold or, unless 0, `most` tokens a micro-batch."""
+    """Let sequences begin with different images: as many as prompts hold or, unless 0, `most` tokens a
+    micro-batch.
+    """
     picture, ids = image
     placed: list[list[PlacedImage]] = [[] for _ in range(len(sequences))]
     for start, stop in micro_batches:
         left = most // len(ids) if most else len(sequences) * prompt
         each = len(ids) + 1
         for row in range(start, stop):
-            first, length = int(sequences.offsets[row]), int(sequences.lengths[row])
+            first = int(sequences.offsets[row])
+            length = int(sequences.lengths[row])
             count = min(left, (length if most else min(length, prompt)) // each)
             left -= count
             for index in range(count):
                 place = index * each + 1
-                sequences.tokens["input_ids"][first + place : first + place + len(ids)] = torch.from_numpy(ids)
+                sequences.tokens["input_ids"][first + place : first + place + len(ids)] = torch.from_numpy(
+                    ids
+                )
                 placed[row].append(PlacedImage(replace(picture, digest=first + place), place, len(ids)))
     return replace(sequences, objects={"images": object_column(list(map(tuple, placed)))})
 

@@ -2,16 +2,17 @@
 
     [T, H] --gather--> [T k, H] --up, gate--> [T k, I] --times routing weight, down--> [T k, H] --sum--> [T, H]
 
-transformers reads and writes [T k, H] more than twice as often: it weights the outputs instead of the narrower inner
-values, and its gradient of a gather adds row by row. Here gather and sum are each other's gradient. A product keeps no
-output for the backward pass, so recomputation ends before the last product, and before outputs travel.
+transformers reads and writes [T k, H] more than twice as often: it weights the outputs instead of the
+narrower inner values, and its gradient of a gather adds row by row. Here gather and sum are each other's
+gradient. A product keeps no output for the backward pass, so recomputation ends before the last product, and
+before outputs travel.
 
 With expert parallelism the ranks of an ep group exchange rows twice:
 
     rows by expert --all-to-all--> rows by (rank, own expert) --gather--> by own expert ... and back
 
-A layer's route (sorting and counts) is made once a micro-batch: gradient checkpointing's recomputation reads it again,
-without exchange and without waiting. While the host waits for the counts, the device gathers rows.
+A layer's route (sorting and counts) is made once a micro-batch: gradient checkpointing's recomputation reads
+it again, without exchange and without waiting. While the host waits for the counts, the device gathers rows.
 
 T tokens, k experts of a token, H hidden size, I inner size, R rows that a rank receives.
 """
@@ -34,8 +35,8 @@ from workers.model.rows.packing import ModelInput
 
 @dataclass(frozen=True)
 class Order:
-    """Choices of tokens, sorted by expert. choices: int32 [T k], which one comes next. places: int32 [T, k], where each
-    went. experts: int64 [T k], sorted. ends: int32 [E], the choices up to the end of each expert.
+    """Choices of tokens, sorted by expert. choices: int32 [T k], which one comes next. places: int32 [T, k],
+    where each went. experts: int64 [T k], sorted. ends: int32 [E], the choices up to the end of each expert.
     """
 
     choices: Tensor
@@ -67,7 +68,9 @@ class Order:
 
 
 class _Gather(torch.autograd.Function):
-    """Indices are attributes of `ctx`, not saved tensors: recomputation goes on until the last one is saved."""
+    """Indices are attributes of `ctx`, not saved tensors: recomputation goes on until the last
+    one is saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: Tensor, places: Tensor) -> Tensor:
@@ -100,7 +103,9 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.reverse = received, sent, group
         return _exchanged(rows, sent, received, group)
 
@@ -111,7 +116,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the received rows, or a row of zeros if there are none, so that every rank computes and reduces."""
+    """Return the received rows, or a row of zeros if there are none, so that every rank computes
+    and reduces.
+    """
     count = sum(received)
     result = (rows.new_empty if count else rows.new_zeros)(max(1, count), *rows.shape[1:])
     dist.all_to_all_single(result[:count], rows[: sum(sent)].contiguous(), received, sent, group=group)
@@ -135,10 +142,13 @@ class Route:
 
     @cached_property
     def exchange(self) -> tuple[list[int], list[int], Order]:
-        """Rows for each rank, rows from each rank, and the order of those by own expert. The host waits for them."""
+        """Rows for each rank, rows from each rank, and the order of those by own expert. The host waits for
+        them.
+        """
         self._copied.synchronize()
         sent, received = on_host(self._sizes, len(self.order.choices))
-        ends, own = self._received.flatten().cumsum(0), self._received.shape[1]
+        ends = self._received.flatten().cumsum(0)
+        own = self._received.shape[1]
         rows = torch.arange(max(1, sum(received)), device=ends.device)
         chosen = torch.searchsorted(ends, rows, right=True) % own
         return sent, received, Order.by_expert(chosen[:, None], own)
@@ -149,7 +159,9 @@ def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
 
 
 class GroupedExperts(RouterHook):
-    """Compute experts in place of transformers' functions, and keep a micro-batch's routes for its recomputation."""
+    """Compute experts in place of transformers' functions, and keep a micro-batch's routes for its
+    recomputation.
+    """
 
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> dict[nn.Module, Route]:
         return {}
@@ -169,7 +181,8 @@ class GroupedExperts(RouterHook):
         top_k_weights: Tensor,
     ) -> Tensor:
         route = self._route(experts, top_k_index, count, group)
-        rows, weights = route.order.rows(hidden_states), route.order.values(top_k_weights)
+        rows = route.order.rows(hidden_states)
+        weights = route.order.values(top_k_weights)
         if group is None:
             rows = _computed(experts, rows, weights, route.order)
         else:
@@ -180,7 +193,9 @@ class GroupedExperts(RouterHook):
         return route.order.sums(rows)
 
     @torch.compiler.disable
-    def _route(self, experts: nn.Module, chosen: Tensor, count: int, group: dist.ProcessGroup | None) -> Route:
+    def _route(
+        self, experts: nn.Module, chosen: Tensor, count: int, group: dist.ProcessGroup | None
+    ) -> Route:
         routes = {} if self.current is None else self.current
         if experts not in routes:
             routes[experts] = Route(chosen, count, group)

@@ -6,9 +6,10 @@ Replay: tokens use the experts that the sampler chose for them (R3, arXiv:2510.1
         scores [C, E] --top k--> own choice  --compare--> router_mismatch
                       --gather at the sampler's choice--> weights of the experts
 
-Engine and trainer round differently. If two experts have close scores they choose different ones, and the token's
-log-prob jumps. With `replay` only the choice is the sampler's. Scores and gradients are the trainer's. A token without
-a recorded choice (the last of a sequence, which the engine never reads) uses the router's own.
+Engine and trainer round differently. If two experts have close scores they choose different ones, and the
+token's log-prob jumps. With `replay` only the choice is the sampler's. Scores and gradients are the
+trainer's. A token without a recorded choice (the last of a sequence, which the engine never reads) uses the
+router's own.
 
 Losses: independent of how the mini-batch is split.
 
@@ -20,17 +21,17 @@ Losses: independent of how the mini-batch is split.
         P_e = 1 / T * sum over its tokens of softmax(logits)_e                       1 is even, E / k is one set for all
     z of a layer = mean over tokens of logsumexp(logits)^2                    (ST-MoE, arXiv:2202.08906, eq. 5)
 
-Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split. Ranks that share
-a sequence add up its f_e. Both means are over the whole mini-batch, prompts included. A shared cell counts once for
-each sequence.
+Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split. Ranks
+that share a sequence add up its f_e. Both means are over the whole mini-batch, prompts included. A shared
+cell counts once for each sequence.
 
 Load: counted where experts are called, with or without expert parallelism.
 
     router's choice [T, k] --cells that hold a token--> tokens of each expert [layers, E] --over all ranks--> sums
         --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set for all
 
-T tokens and S sequences of a micro-batch in C cells of this rank, L layers of the model, E experts, k experts of a
-token.
+T tokens and S sequences of a micro-batch in C cells of this rank, L layers of the model, E experts, k experts
+of a token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,10 +59,13 @@ from workers.model.sharding.tensor_parallel import blocks_with_experts, find_exp
 
 
 class RouterReplay(RouterHook):
-    """Compare the choices of a model's routers with the sampler's, and replace them if `setting` is `replay`."""
+    """Compare the choices of a model's routers with the sampler's, and replace them if `setting`
+    is `replay`.
+    """
 
     def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
-        self.active, self._replaces = setting != "none", setting == "replay"
+        self.active = setting != "none"
+        self._replaces = setting == "replay"
         self._layers = len(packed.layers)
         self._tensor = parallel.tensor
         # Compared choices, and among them the router's different ones.
@@ -70,15 +74,19 @@ class RouterReplay(RouterHook):
             self._follow_routers(packed)
 
     def _follow_routers(self, packed: PackedModel) -> None:
-        blocks = [(index, block) for index, layer in enumerate(packed.layers) for block in blocks_with_experts(layer)]
+        blocks = [
+            (index, block)
+            for index, layer in enumerate(packed.layers)
+            for block in blocks_with_experts(layer)
+        ]
         if not blocks:
             raise UnsupportedModelError(f"{packed.name} has no routed experts. Set model.router_replay=none.")
         for layer, block in blocks:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
-        """Return the sampler's choices by cell, [C, L, k], the type's largest number if missing, or None if nothing is
-        replayed. Those of dense layers are not read.
+        """Return the sampler's choices by cell, [C, L, k], the type's largest number if missing, or None if
+        nothing is replayed. Those of dense layers are not read.
 
         Raises DataError for a batch without choices.
         """
@@ -86,12 +94,15 @@ class RouterReplay(RouterHook):
             return None
         if ROUTED_EXPERTS not in micro_batch.tokens:
             raise DataError(
-                f"model.router_replay needs the column {ROUTED_EXPERTS!r}, which comes with samples of an engine. "
-                f"The batch has {sorted(micro_batch.tokens)}."
+                f"model.router_replay needs the column {ROUTED_EXPERTS!r}, which comes with samples of an "
+                f"engine. The batch has {sorted(micro_batch.tokens)}."
             )
-        choices, source = micro_batch.tokens[ROUTED_EXPERTS].cpu(), own_cells(rows.source, self._tensor)
+        choices = micro_batch.tokens[ROUTED_EXPERTS].cpu()
+        source = own_cells(rows.source, self._tensor)
         unknown = torch.iinfo(choices.dtype).max
-        (found,) = to_device(self._counts.device, choices[source].masked_fill_((source < 0)[:, None, None], unknown))
+        (found,) = to_device(
+            self._counts.device, choices[source].masked_fill_((source < 0)[:, None, None], unknown)
+        )
         return found
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
@@ -118,8 +129,8 @@ class RouterReplay(RouterHook):
                 result = compute(*given, **named)
             if top_k.found != 1:
                 raise UnsupportedModelError(
-                    f"{model} does not choose its experts by one top k of their scores, so its choice is not replayed. "
-                    "Set model.router_replay=none."
+                    f"{model} does not choose its experts by one top k of their scores, so its choice is "
+                    "not replayed. Set model.router_replay=none."
                 )
             return result
 
@@ -141,7 +152,10 @@ class _TopK(TorchFunctionMode):
 
     def __init__(self, replay: RouterReplay, choice: Tensor | None, experts: set[int]) -> None:
         super().__init__()
-        self._replay, self._choice, self._experts, self.found = replay, choice, experts, 0
+        self._replay = replay
+        self._choice = choice
+        self._experts = experts
+        self.found = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -162,7 +176,8 @@ ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Map the cells of this rank to sequences. is_part: float [C, S], 1 if the cell has a token of the sequence.
+    """Map the cells of this rank to sequences. is_part: float [C, S], 1 if the cell has a token of the
+    sequence.
 
     lengths: int64 [S], tokens of the sequences on all ranks.
     """
@@ -175,15 +190,27 @@ class RouterLosses(RouterHook):
     """Add the router losses to the gradient of a mini-batch. Raises UnsupportedModelError without routers."""
 
     def __init__(
-        self, packed: PackedModel, config: ModelConfig, parallel: Parallel, device: torch.device, *, trained: bool
+        self,
+        packed: PackedModel,
+        config: ModelConfig,
+        parallel: Parallel,
+        device: torch.device,
+        *,
+        trained: bool,
     ) -> None:
-        self._balance, self._z = config.router_aux_loss_coefficient, config.router_z_loss_coefficient
+        self._balance = config.router_aux_loss_coefficient
+        self._z = config.router_z_loss_coefficient
         self._active = trained and config.has_router_losses
-        self._tensor, self._device = parallel.tensor, device
+        self._tensor = parallel.tensor
+        self._device = device
         shared = [parallel.context, parallel.tensor]
-        self._groups = [mesh.get_group() for mesh in shared if mesh.size() > 1]  # ranks with the same sequences
+        self._groups = [
+            mesh.get_group() for mesh in shared if mesh.size() > 1
+        ]  # ranks with the same sequences
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of both losses, over layers
-        self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)  # of the mini-batch
+        self._sequences = self._tokens = torch.ones(
+            (), dtype=torch.float64, device=device
+        )  # of the mini-batch
         self._layers = 0
         if self._active:
             self._follow_routers(packed)
@@ -202,7 +229,8 @@ class RouterLosses(RouterHook):
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        active, self._active = self._active, False
+        active = self._active
+        self._active = False
         try:
             yield
         finally:
@@ -230,7 +258,9 @@ class RouterLosses(RouterHook):
         return RoutedTokens(*to_device(self._device, is_part[:width], micro_batch.lengths))
 
     def take(self) -> Statistics:
-        """Return the losses since the last call, each a mean over layers, without its coefficient. Collective."""
+        """Return the losses since the last call, each a mean over layers, without its coefficient.
+        Collective.
+        """
         if not self._active:
             return {}
         dist.all_reduce(self._sums)
@@ -252,9 +282,12 @@ class RouterLosses(RouterHook):
 
     def _balance_loss(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return this rank's part of a layer's balance. logits: float [C, E]. chosen: int64 [C, k]."""
-        is_part, lengths = self.current.is_part.to(logits.dtype), self.current.lengths[:, None]
+        is_part = self.current.is_part.to(logits.dtype)
+        lengths = self.current.lengths[:, None]
         with torch.no_grad():
-            taken = torch.zeros_like(logits).scatter_add_(-1, chosen, torch.ones_like(chosen, dtype=logits.dtype))
+            taken = torch.zeros_like(logits).scatter_add_(
+                -1, chosen, torch.ones_like(chosen, dtype=logits.dtype)
+            )
             taken = is_part.T @ taken  # [S, E], tokens of each sequence by expert
             for group in self._groups:
                 dist.all_reduce(taken, group=group)
@@ -330,7 +363,13 @@ class Routing:
     """
 
     def __init__(
-        self, packed: PackedModel, config: ModelConfig, parallel: Parallel, device: torch.device, *, trained: bool
+        self,
+        packed: PackedModel,
+        config: ModelConfig,
+        parallel: Parallel,
+        device: torch.device,
+        *,
+        trained: bool,
     ) -> None:
         self._replay = RouterReplay(packed, config.router_replay, parallel, device)
         self._losses = RouterLosses(packed, config, parallel, device, trained=trained)

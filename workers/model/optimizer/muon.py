@@ -1,9 +1,11 @@
-"""Muon for the matrices of the layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
+"""Muon for the matrices of the layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the
+rest.
 
     m = mu m + (1 - mu) g,  u = mu m + (1 - mu) g,  w = w - lr (decay w + 0.2 sqrt(max(A, B)) NS(u))    w, g, m: [A, B]
 
-NS: torch's Newton-Schulz iteration in bfloat16. The factor is Moonlight's (arXiv 2502.16982): an update has the size of
-AdamW's, so both parts take one learning rate. Ranks share the work: as many matrices as there are ranks are stacked,
+NS: torch's Newton-Schulz iteration in bfloat16. The factor is Moonlight's (arXiv 2502.16982): an update has
+the size of AdamW's, so both parts take one learning rate. Ranks share the work: as many matrices as there are
+ranks are stacked,
 
     [n, A, B] cut as the parameters --all-to-all--> whole matrices, n / ranks each --NS--> --all-to-all--> cut as before
 
@@ -18,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _zeropower_via_newtonschulz,
+)
 
 
 class Muon(torch.optim.AdamW):
@@ -37,14 +46,16 @@ class Muon(torch.optim.AdamW):
         self.param_groups = groups
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        rate, shrink = group["lr"], 1 - group["lr"] * group["weight_decay"]
+        rate = group["lr"]
+        shrink = 1 - group["lr"] * group["weight_decay"]
         for matrices in _stackable(group["params"]):
             updates = [self._update(matrix, group["momentum"]) for matrix in matrices]
             for matrix, update in zip(matrices, orthogonalized(updates), strict=True):
                 matrix.mul_(shrink).add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape[-2:])))
 
     def _update(self, matrix: nn.Parameter, momentum: float) -> Tensor:
-        gradient, state = matrix.grad, self.state[matrix]
+        gradient = matrix.grad
+        state = self.state[matrix]
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -65,14 +76,22 @@ def _stackable(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter
 
 
 def orthogonalized(updates: list[Tensor]) -> list[Tensor]:
-    """Return the nearest semi-orthogonal matrix of each, [A, B] or [E, A, B], cut as they are. Overwrites them."""
+    """Return the nearest semi-orthogonal matrix of each, [A, B] or [E, A, B], cut as they are. Overwrites
+    them.
+    """
     stacked = updates[0] if updates[0].ndim == 3 else torch.stack(updates)
     spread = stacked
     if isinstance(stacked, DTensor):
-        are_whole = all(getattr(place, "dim", 0) == 0 for place in stacked.placements)  # replicated or by expert
-        spread = stacked if are_whole else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
+        are_whole = all(
+            getattr(place, "dim", 0) == 0 for place in stacked.placements
+        )  # replicated or by expert
+        spread = (
+            stacked if are_whole else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
+        )
     for matrix in spread.to_local() if isinstance(spread, DTensor) else spread:
-        matrix.copy_(_zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS))
+        matrix.copy_(
+            _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+        )
     if isinstance(spread, DTensor) and isinstance(stacked, DTensor):
         stacked = spread.redistribute(placements=stacked.placements)
     return [stacked] if updates[0].ndim == 3 else list(stacked.unbind(0))

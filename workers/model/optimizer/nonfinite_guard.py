@@ -14,7 +14,9 @@ SHOWN = 8  # sequences that an error names of each rank
 
 
 class NonfiniteGuard:
-    """Decide whether an engine takes an optimiser step. max_in_a_row: skipped steps after which training stops."""
+    """Decide whether an engine takes an optimiser step. max_in_a_row: skipped steps after which training
+    stops.
+    """
 
     def __init__(self, max_in_a_row: int) -> None:
         self.in_a_row = 0
@@ -27,11 +29,17 @@ class NonfiniteGuard:
     def takes_step(self, gradient_norm: float, device: torch.device) -> bool:
         """Return whether all losses of the step and the global gradient norm are finite. Collective.
 
-        Raises NonFiniteError on every rank, naming the sequences, after `max_in_a_row` skipped steps in a row.
+        Raises NonFiniteError on every rank, naming the sequences, after `max_in_a_row` skipped steps in a
+        row.
         """
-        watched, self._watched = self._watched, []
+        watched = self._watched
+        self._watched = []
         flags = [flag for _, flag in watched]
-        finite = torch.stack([*flags, torch.tensor(math.isfinite(gradient_norm), device=device)]).all().to(torch.int32)
+        finite = (
+            torch.stack([*flags, torch.tensor(math.isfinite(gradient_norm), device=device)])
+            .all()
+            .to(torch.int32)
+        )
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         if finite.item():
             self.in_a_row = 0

@@ -29,7 +29,9 @@ from workers.user_code.functions import load
 from workers.user_code.process import RAISED
 
 BUCKET = 2**26
-"""Elements of a bucket, unless one parameter has more: 512 MiB of float32 moments, and three buckets on the device."""
+"""Elements of a bucket, unless one parameter has more: 512 MiB of float32 moments, and three buckets on the
+device.
+"""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHANNEL_PARAMETERS = frozenset({"A_log", "D", "time_mix_key", "time_mix_receptance", "time_mix_value"})
 """Parameters of mixers that are not matrices, and that some models store in two dimensions or more."""
@@ -43,7 +45,8 @@ def make_optimizer(
     *,
     offload: bool = False,
 ) -> torch.optim.Optimizer:
-    """Make `config.name` over the trainable parameters. matrices: those that Muon updates. tower: those of images.
+    """Make `config.name` over the trainable parameters. matrices: those that Muon updates. tower: those of
+    images.
 
     offload: keep AdamW's state in host memory. Raises ConfigError for a custom function that does not work.
     """
@@ -90,15 +93,18 @@ def _custom_optimizer(named: dict[str, nn.Parameter], config: OptimizerConfig) -
     except RAISED as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{what}, tried on parameters that are DTensors, raised {named_error(error)}.") from None
+        raise ConfigError(
+            f"{what}, tried on parameters that are DTensors, raised {named_error(error)}."
+        ) from None
     names = {parameter: name for name, parameter in named.items()}
     for parameter, state in states.items():
         for part, value in state.items():
             alike = [(type(each), type(_shard(each))) for each in (value, parameter.data)]
             if not isinstance(value, Tensor) or (value.ndim > 0 and alike[0] != alike[1]):
                 raise ConfigError(
-                    f"{what}: its state {part!r} of {names[parameter]} is a {type(value).__name__}, which checkpoints "
-                    "cannot reshard. Keep a number as a 0-d tensor, and all else like the parameter, a DTensor."
+                    f"{what}: its state {part!r} of {names[parameter]} is a {type(value).__name__}, which "
+                    "checkpoints cannot reshard. Keep a number as a 0-d tensor, and all else like the "
+                    "parameter, a DTensor."
                 )
     return optimizer
 
@@ -121,7 +127,8 @@ class Bucket:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW that keeps exp_avg and exp_avg_sq in host memory. A step equals AdamW's to the bit: it has no sums.
+    """AdamW that keeps exp_avg and exp_avg_sq in host memory. A step equals AdamW's to the bit: it has no
+    sums.
 
     `state` holds them in host memory, complete whenever `step` has returned.
     """
@@ -132,7 +139,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
         device = self._buckets[0].parameters[0].device
-        self._arriving, self._leaving = copies_of(device), copies_of(device)
+        self._arriving = copies_of(device)
+        self._leaving = copies_of(device)
         with torch.no_grad():
             for bucket in self._buckets:
                 for parameter, name, part in bucket.moments(bucket.host):
@@ -144,7 +152,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        groups, leaving = self.param_groups, deque[tuple[Tensor, Any]]()
+        groups = self.param_groups
+        leaving = deque[tuple[Tensor, Any]]()
         arriving = self._fetch(self._buckets[0])
         for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
             moments, copied = arriving
@@ -185,7 +194,9 @@ def _buckets(group: dict[str, Any]) -> Iterator[Bucket]:
 
 def pinned_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     zeros = torch.zeros(shape, dtype=like.dtype)
-    if like.is_cuda and zeros.numel():  # torch's own pinned memory has sizes of powers of two: up to twice as much
+    if (
+        like.is_cuda and zeros.numel()
+    ):  # torch's own pinned memory has sizes of powers of two: up to twice as much
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)))
     return zeros
@@ -198,7 +209,8 @@ def _shard(tensor: Tensor) -> Tensor:
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return shard
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     return DTensor.from_local(
         shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
@@ -213,9 +225,14 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
     if config.schedule != "constant" and last <= config.warmup(last):
         raise ConfigError(
             f"policy.optimizer.schedule={config.schedule} ends after {last} steps, within the warm-up of "
-            f"{config.warmup(last)}. Raise policy.optimizer.total_steps or lower policy.optimizer.warmup_steps."
+            f"{config.warmup(last)}. Raise policy.optimizer.total_steps or lower "
+            "policy.optimizer.warmup_steps."
         )
-    own = load("optimizer.schedule_function", config.schedule_function)[1] if config.schedule == "custom" else None
+    own = (
+        load("optimizer.schedule_function", config.schedule_function)[1]
+        if config.schedule == "custom"
+        else None
+    )
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last, own))
 
 
@@ -224,9 +241,9 @@ def learning_rate_factor(
 ) -> float:
     """Return the share of the peak learning rate at optimiser step `step`, counted from 0.
 
-    Warm-up rises in equal steps, without a step at 0. Then, with progress x from 0 to 1 and the final ratio m: constant
-    1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2. wsd is 1, then linear in the last `decay_ratio`
-    of all steps (arXiv 2405.18392). own: a custom schedule.
+    Warm-up rises in equal steps, without a step at 0. Then, with progress x from 0 to 1 and the final ratio
+    m: constant 1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2. wsd is 1, then linear in
+    the last `decay_ratio` of all steps (arXiv 2405.18392). own: a custom schedule.
     """
     warmup = begin = config.warmup(total_steps)
     if step < warmup:
@@ -243,16 +260,18 @@ def learning_rate_factor(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state of every parameter, initialised before the first step: checkpoints always hold the same tensors.
+    """Return the state of every parameter, initialised before the first step: checkpoints always hold the
+    same tensors.
 
-    A step with zero gradients and without learning rate and decay makes what is missing. Its count of steps is set back
-    to 0. With decay, SGD's first momentum would be that of the weights.
+    A step with zero gradients and without learning rate and decay makes what is missing. Its count of steps
+    is set back to 0. With decay, SGD's first momentum would be that of the weights.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if fresh:
         before = [
-            {name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups
+            {name: group[name] for name in ("lr", "weight_decay") if name in group}
+            for group in optimizer.param_groups
         ]
         optimizer.zero_grad(set_to_none=True)
         for parameter in fresh:
@@ -277,8 +296,12 @@ def clear_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def changed_groups(optimizer: torch.optim.Optimizer, config: OptimizerConfig, given: StepSettings) -> Iterator[None]:
-    """Inside, the parameter groups have the settings of one step. Raises ConfigError for one that they do not have."""
+def changed_groups(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, given: StepSettings
+) -> Iterator[None]:
+    """Inside, the parameter groups have the settings of one step. Raises ConfigError for one that they do not
+    have.
+    """
     groups = optimizer.param_groups
     before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     try:
@@ -294,18 +317,25 @@ def _changed(group: dict[str, Any], config: OptimizerConfig, given: StepSettings
     beta1, beta2 = group.get("betas", (None, None))
     found: dict[str, Any] = {"lr": given.learning_rate, "eps": given.epsilon}
     if given.beta1 is not None or given.beta2 is not None:
-        found["betas"] = (beta1 if given.beta1 is None else given.beta1, beta2 if given.beta2 is None else given.beta2)
+        found["betas"] = (
+            beta1 if given.beta1 is None else given.beta1,
+            beta2 if given.beta2 is None else given.beta2,
+        )
     if given.weight_decay is not None:
         decays = config.weight_decay_on == "all" or group["params"][0].ndim >= 2
         found["weight_decay"] = given.weight_decay * decays
     found = {name: value for name, value in found.items() if value is not None}
     if missing := sorted(found.keys() - group.keys()):
-        raise ConfigError(f"policy.optimizer.name={config.name}: it has no {missing[0]} to change. Leave it out.")
+        raise ConfigError(
+            f"policy.optimizer.name={config.name}: it has no {missing[0]} to change. Leave it out."
+        )
     return found
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:
-    rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    rates = [
+        base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict(schedule.state_dict() | position)
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):

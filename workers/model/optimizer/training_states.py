@@ -2,8 +2,8 @@
 
     use("b"):  shards, gradients --> kept for a       kept for b --> shards, gradients, optimiser, schedule, guard
 
-FSDP2 keeps the storage of parameters, so weights are copied, on each rank its shards. The rest is exchanged. Policies
-trained in turns equal policies trained alone, to the bit.
+FSDP2 keeps the storage of parameters, so weights are copied, on each rank its shards. The rest is exchanged.
+Policies trained in turns equal policies trained alone, to the bit.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,14 +32,21 @@ class TrainingState:
 
 
 class TrainingStates:
-    """States by name, of which `current` is in use. The state of an engine whose policy has no name is `""`."""
+    """States by name, of which `current` is in use. The state of an engine whose policy has no
+    name is `""`.
+    """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], begin: Callable[[], TrainingState], limit: int) -> None:
-        """parameters: the trained ones, sharded. begin: makes a state for them. limit: of states, model.lora.policies.
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], begin: Callable[[], TrainingState], limit: int
+    ) -> None:
+        """parameters: the trained ones, sharded. begin: makes a state for them. limit: of states,
+        model.lora.policies.
 
         Each policy begins with the values that `parameters` have now.
         """
-        self._parameters, self._begin, self._limit = parameters, begin, limit
+        self._parameters = parameters
+        self._begin = begin
+        self._limit = limit
         self._initial = [each.detach().clone() for each in parameters] if limit > 1 else []
         self.name, self.all = "", {"": self._begun()}
 
@@ -57,8 +64,8 @@ class TrainingStates:
             self.all[name] = self.all.pop("")
         elif name not in self.all and len(self.all) == self._limit:
             raise ConfigError(
-                f"adapter={name!r}: model.lora.policies={self._limit} are trained, {', '.join(self.all)}. Raise it, or "
-                "name one of these."
+                f"adapter={name!r}: model.lora.policies={self._limit} are trained, {', '.join(self.all)}. "
+                "Raise it, or name one of these."
             )
         elif name != self.name:
             self._keep()
@@ -69,18 +76,24 @@ class TrainingStates:
         self.name = name
 
     def weights_of(self, name: str) -> Mapping[Tensor, Tensor]:
-        """Return what a policy has for each trained parameter. Empty for the one in use: the parameters themselves."""
+        """Return what a policy has for each trained parameter. Empty for the one in use: the parameters
+        themselves.
+        """
         return dict(zip(self._parameters, self.all[name].weights, strict=False))
 
     def numbers(self, name: str) -> dict[str, int]:
         """Return what a checkpoint holds of a policy besides tensors."""
         state = self.all[name]
-        return {"schedule_steps": state.schedule.last_epoch, "skipped_in_a_row": state.nonfinite_guard.in_a_row}
+        return {
+            "schedule_steps": state.schedule.last_epoch,
+            "skipped_in_a_row": state.nonfinite_guard.in_a_row,
+        }
 
     def hold(self, names: Collection[str]) -> None:
         """Have exactly these policies, for values that are loaded next. Raises as `use`."""
         if set(names) != set(self.all):
-            self.name, self.all = "", {"": self.current}
+            self.name = ""
+            self.all = {"": self.current}
             for name in names:
                 self.use(name)
 
@@ -109,7 +122,8 @@ class TrainingStates:
         self._copy(state.weights)
         for parameter, gradient in zip(self._parameters, state.gradients, strict=False):
             parameter.grad = gradient
-        state.weights, state.gradients = [], []
+        state.weights = []
+        state.gradients = []
 
     def _copy(self, weights: Sequence[Tensor]) -> None:
         for parameter, weight in zip(self._parameters, weights, strict=False):  # none of a new policy

@@ -7,10 +7,11 @@
            2 2 2 2 2 2 p p
            3 p p p p p p p
 
-Padding is at the end of a sequence, where causal attention hides it from every token. The checks refuse input that a
-model would accept silently, or that would end in a CUDA assertion.
+Padding is at the end of a sequence, where causal attention hides it from every token. The checks refuse input
+that a model would accept silently, or that would end in a CUDA assertion.
 
-Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W cells.
+Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W
+cells.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,23 +37,27 @@ def _same(values: Tensor) -> Tensor:
 class ModelInput:
     """Hold a micro-batch as the model reads it: rows of cells, or one rank's part of them.
 
-    input_ids, position_ids: int64 [R, W]. Positions restart at 0 in every sequence. Padding holds 0 in both. M-RoPE has
-    three positions a cell, [3, R, W].
-    predicting: int64 [n], the cells whose hidden states predict a token. targets: int64 [n], its id. cells: int64 [T],
-    the cell of each token, counted row by row, -1 on other ranks. Shared tokens have one cell. source: int64 [R * W],
-    the token in each cell, along the ragged axis of the sequences, -1 for padding.
+    input_ids, position_ids: int64 [R, W]. Positions restart at 0 in every sequence. Padding holds 0 in both.
+    M-RoPE has three positions a cell, [3, R, W].
+    predicting: int64 [n], the cells whose hidden states predict a token. targets: int64 [n], its id. cells:
+    int64 [T], the cell of each token, counted row by row, -1 on other ranks. Shared tokens have one cell.
+    source: int64 [R * W], the token in each cell, along the ragged axis of the sequences, -1 for padding.
 
-    teacher: columns of a teacher at the targets, [n, ...] each, those of `TEACHER_COLUMNS` that the sequences have.
+    teacher: columns of a teacher at the targets, [n, ...] each, those of `TEACHER_COLUMNS` that the sequences
+    have.
 
-    loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis. sequence_index: int64 [N], its
-    sequence. whole: values [n, ...] of this part -> [N, ...], on every rank that shares the rows.
+    loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis. sequence_index: int64 [N],
+    its sequence. whole: values [n, ...] of this part -> [N, ...], on every rank that shares the rows.
 
-    images: arguments of `Vision.features`, or None. image_cells, image_source: int64 [C], cells of this rank that take
-    a feature, ascending, and which. image_features: the number of features that the images must have, 0 for any.
+    images: arguments of `Vision.features`, or None. image_cells, image_source: int64 [C], cells of this rank
+    that take a feature, ascending, and which. image_features: the number of features that the images must
+    have, 0 for any.
 
-    degree: ranks that share the rows by choice of a plan, 1 without. counts: whether this rank's statistics count.
+    degree: ranks that share the rows by choice of a plan, 1 without. counts: whether this rank's statistics
+    count.
 
-    attention: a `PackedAttention`, for a packed row. attention_mask: int64 [R, W], 1 at real tokens, for padded rows.
+    attention: a `PackedAttention`, for a packed row. attention_mask: int64 [R, W], 1 at real tokens, for
+    padded rows.
     """
 
     input_ids: Tensor
@@ -82,17 +87,19 @@ class ModelInput:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRow(ModelInput):
-    """Hold a micro-batch in one row (R = 1), sequence after sequence, each padded at its end to the alignment.
+    """Hold a micro-batch in one row (R = 1), sequence after sequence, each padded at its end to the
+    alignment.
 
-    lengths, padded_lengths: of the segments, without and with padding. Attention runs over whole padded segments, where
-    no token sees the padding.
+    lengths, padded_lengths: of the segments, without and with padding. Attention runs over whole padded
+    segments, where no token sees the padding.
     """
 
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
 
     def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
-        """Return the cells of one context-parallel rank, int64 [W / cp]: segments r and 2*cp-1-r of each sequence.
+        """Return the cells of one context-parallel rank, int64 [W / cp]: segments r and 2*cp-1-r of each
+        sequence.
 
         Raises LengthError if a padded length is not a multiple of 2*cp.
         """
@@ -103,10 +110,11 @@ Rows = TypeVar("Rows", bound=ModelInput)
 
 
 def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
-    """Return the packed row of a micro-batch, on the CPU. Sequences are padded to multiples of `multiple` tokens.
+    """Return the packed row of a micro-batch, on the CPU. Sequences are padded to multiples of `multiple`
+    tokens.
 
-    to_longest: pad all to the longest, as in the padded layout. Raises DataError if `loss_mask` marks the first token
-    of a sequence, which nothing predicts.
+    to_longest: pad all to the longest, as in the padded layout. Raises DataError if `loss_mask` marks the
+    first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)
     padded = round_up(sequences.lengths, multiple)
@@ -126,7 +134,8 @@ def pad(sequences: DataProto, multiple: int = 1) -> ModelInput:
     Raises DataError as `pack` does.
     """
     sequences = with_work(sequences)
-    rows, width = len(sequences), int(round_up(sequences.lengths.max(), multiple))
+    rows = len(sequences)
+    width = int(round_up(sequences.lengths.max(), multiple))
     cells = sequence_cells(sequences, torch.arange(rows) * width)
     mask = torch.zeros(rows, width, dtype=torch.int64)
     mask.view(-1)[cells] = 1
@@ -146,9 +155,13 @@ def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
 
 
 def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
-    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T]. Raises as `pack` does."""
-    owner, starts = sequences.owner, cumulative(sequences.lengths)[:-1]
-    tokens, loss_mask = sequences.tokens["input_ids"].cpu(), sequences.tokens["loss_mask"].cpu()
+    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T]. Raises as `pack`
+    does.
+    """
+    owner = sequences.owner
+    starts = cumulative(sequences.lengths)[:-1]
+    tokens = sequences.tokens["input_ids"].cpu()
+    loss_mask = sequences.tokens["loss_mask"].cpu()
     if loss_mask[starts].any():
         index = int(loss_mask[starts].nonzero()[0])
         raise DataError(f"loss_mask marks the first token of sequence {index}, which no token predicts")
@@ -174,7 +187,9 @@ def read_last(rows: Rows, sequences: DataProto) -> Rows:
 
 
 def read_own(rows: Rows) -> Rows:
-    """Return `rows` so that the cell of each token with `loss_mask` is read, not the one before it. `targets` is 0."""
+    """Return `rows` so that the cell of each token with `loss_mask` is read, not the one before it. `targets`
+    is 0.
+    """
     predicting = rows.cells[rows.loss_positions]
     return replace(rows, predicting=predicting, targets=torch.zeros_like(predicting))
 
@@ -201,20 +216,23 @@ MicroBatch = tuple[int, int]
 def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
     """Raise ConfigError if the tokenizer has ids beyond the model's embedding of `vocabulary` rows.
 
-    A larger special token is fine, which transformers adds to some tokenizers: `check_sequences` refuses it when used.
+    A larger special token is fine, which transformers adds to some tokenizers: `check_sequences` refuses it
+    when used.
     """
     special = set(tokenizer.all_special_tokens)
     ordinary = ((token, id) for token, id in tokenizer.get_vocab().items() if token not in special)
     token, largest = max(ordinary, key=lambda entry: entry[1])
     if largest >= vocabulary:
         raise ConfigError(
-            f"model.path={path}: the tokenizer gives {token!r} the id {largest}, but the model embeds {vocabulary} "
-            "tokens. Use the tokenizer of this model."
+            f"model.path={path}: the tokenizer gives {token!r} the id {largest}, but the model embeds "
+            f"{vocabulary} tokens. Use the tokenizer of this model."
         )
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest sequence of the model's configuration, or None without limit or with scaled positions."""
+    """Return the longest sequence of the model's configuration, or None without limit or with scaled
+    positions.
+    """
     text = config.get_text_config()
     scaling = getattr(text, "rope_parameters", None) or {}
     if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):
@@ -224,8 +242,8 @@ def max_positions(config: Any) -> int | None:
 
 
 def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None) -> None:
-    """Raise DataError for a missing column, a wrong dtype, or a sequence that is empty, too long or outside the
-    vocabulary.
+    """Raise DataError for a missing column, a wrong dtype, or a sequence that is empty, too long or outside
+    the vocabulary.
     """
     for name, dtype in COLUMN_TYPES.items():
         if name not in sequences.tokens:
@@ -239,8 +257,9 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
     longest = int(sequences.lengths.argmax())
     if positions is not None and int(sequences.lengths[longest]) > positions:
         raise DataError(
-            f"sequence {longest} has {int(sequences.lengths[longest])} tokens and the model takes {positions} "
-            "(max_position_embeddings). Lower data.max_prompt_tokens or rollout.sampling.max_new_tokens."
+            f"sequence {longest} has {int(sequences.lengths[longest])} tokens and the model takes "
+            f"{positions} (max_position_embeddings). Lower data.max_prompt_tokens or "
+            "rollout.sampling.max_new_tokens."
         )
     ids = sequences.tokens["input_ids"]
     outside = (ids < 0) | (ids >= vocabulary)
@@ -257,7 +276,9 @@ def check_micro_batches(micro_batches: Iterable[MicroBatch], rows: int, *, compl
     expected = 0
     for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
         if start < expected or stop > rows or stop < start:
-            raise DataError(f"micro-batch ({start}, {stop}) overlaps another or leaves the batch of {rows} sequences")
+            raise DataError(
+                f"micro-batch ({start}, {stop}) overlaps another or leaves the batch of {rows} sequences"
+            )
         if complete and start != expected:
             raise DataError(f"no micro-batch holds the sequences {expected} to {start - 1}")
         expected = stop

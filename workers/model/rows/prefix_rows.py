@@ -4,19 +4,19 @@
     p p p a a   b b c   d d                      the row, 10 cells: runs of tokens after the shared prefix
     0 1 2 3 4   3 4 5   5 6                      positions continue along the path
 
-Sorted by tokens, sequences with a common prefix are neighbours. Each adds a run: the tokens that it does not share with
-the sequence before. A run sees itself, causally, and on its path the prefixes that it continues. The direct and
-indirect continuations of a prefix are consecutive in the row:
+Sorted by tokens, sequences with a common prefix are neighbours. Each adds a run: the tokens that it does not
+share with the sequence before. A run sees itself, causally, and on its path the prefixes that it continues.
+The direct and indirect continuations of a prefix are consecutive in the row:
 
     level 0   every run                                      sees itself                      causal
     level 1   runs b b c, d d                                see p p p of the first run       full
     level 2   run d d                                        sees b b of the second run       full
 
-`shared_attention.py` computes their attention. A hidden state may predict several tokens: the last p predicts the first
-a, b and b.
+`shared_attention.py` computes their attention. A hidden state may predict several tokens: the last p predicts
+the first a, b and b.
 
-Ranks that share a row take its cells in turn (striped attention: Brandon et al. 2023, arXiv:2311.09431), so that cells
-of every run, and attention, are balanced to one cell:
+Ranks that share a row take its cells in turn (striped attention: Brandon et al. 2023, arXiv:2311.09431), so
+that cells of every run, and attention, are balanced to one cell:
 
     rank r of n, its cell i = cell i n + r of the row        sees causally, of the cells of rank k:
                                                              j <= i for k <= r,    j < i for k > r
@@ -42,8 +42,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """Hold consecutive cells of a row, from `first` on, that continue the first `shared` cells of run `parent`, or -1
-    and 0.
+    """Hold consecutive cells of a row, from `first` on, that continue the first `shared` cells of run
+    `parent`, or -1 and 0.
 
     depth: tokens of its sequence before it. level: the number of runs on its path.
     """
@@ -73,10 +73,11 @@ class SharedRow(PackedRow):
 
 
 def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> SharedRow:
-    """Return a micro-batch's row with one cell for each shared token, padded at its end to a multiple of `multiple`.
+    """Return a micro-batch's row with one cell for each shared token, padded at its end to a multiple of
+    `multiple`.
 
-    minimum: a prefix is shared only if it is at least this many tokens longer than one already shared, and pays
-    (`balancing.prefixes.groups.fewest_worth_sharing`). Raises as `pack` does.
+    minimum: a prefix is shared only if it is at least this many tokens longer than one already shared, and
+    pays (`balancing.prefixes.groups.fewest_worth_sharing`). Raises as `pack` does.
     """
     sequences = with_work(sequences)
     ids = [part.numpy() for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())]
@@ -96,7 +97,8 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
     runs: list[Run] = []
     cells = [np.empty(0, np.int64)] * len(ids)
     path: list[tuple[int, int]] = []  # runs of the previous sequence, and the tokens before each
-    before, end = -1, 0
+    before = -1
+    end = 0
     for index in sorted(range(len(ids)), key=lambda each: ids[each].astype(">i8").tobytes()):
         # At least one token is not shared: every run has a cell.
         depth = 0 if before < 0 else min(_shared_tokens(ids[before], ids[index]), len(ids[index]) - 1)
@@ -105,13 +107,15 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
         if path and depth - path[-1][1] < max(minimum, fewest_worth_sharing(len(ids[index]) - depth)):
             depth = path.pop()[1]
         if depth < fewest_worth_sharing(len(ids[index]) - depth):
-            depth, path = 0, []
+            depth = 0
+            path = []
         parent, start = path[-1] if path else (-1, 0)
         length = len(ids[index]) - depth
         cells[index] = np.concatenate([cells[before][:depth], np.arange(end, end + length)])
         path.append((len(runs), depth))
         runs.append(Run(end, length, depth, parent, depth - start, len(path) - 1))
-        before, end = index, end + length
+        before = index
+        end = end + length
     return runs, cells
 
 

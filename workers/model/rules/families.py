@@ -1,9 +1,11 @@
-"""Features of a model's configuration beyond plain causal attention, and those that a layout does not compute.
+"""Features of a model's configuration beyond plain causal attention, and those that a layout does not
+compute.
 
     config.json --uncomputed_features--> refused by name, see `model_rules`
                 --required_features----> a backend that computes them
 
-Ignoring a refused feature would change the log-probs. Imports nothing heavy: preflight uses it before anything starts.
+Ignoring a refused feature would change the log-probs. Imports nothing heavy: preflight uses it before
+anything starts.
 """
 
 from collections.abc import Mapping
@@ -19,7 +21,9 @@ LAYER_TYPES = {
     "packed": (FULL, SLIDING, *RECURRENT, *WITHOUT_CONTEXT),
     "padded": (FULL, SLIDING, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
 }
-"""The kinds of layers that each layout computes. Results of others (`indexed_attention`) depend on the batch."""
+"""The kinds of layers that each layout computes. Results of others (`indexed_attention`) depend
+on the batch.
+"""
 
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 SELECTION = ("index_topk", "compress_rates", "indexer_budget")
@@ -37,7 +41,8 @@ LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 MULTIPLIED_FAMILIES = ("hyperclovax",)
 """Model types that multiply by `logits_scaling`, by which Granite and others divide."""
 
-# The rotary tables of these depend on the longest sequence computed at the same time: results would depend on the plan.
+# The rotary tables of these depend on the longest sequence computed at the same time: results would depend on
+# the plan.
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
 TEXT_OF_VISION = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
@@ -57,24 +62,34 @@ KERNEL_FEATURES = {
         "flash": frozenset({"sliding_window", "softcap"}),
         "sdpa": frozenset({"sliding_window", "softcap", "sinks"}),
     },
-    "padded": {"sdpa": frozenset({"sliding_window"}), "eager": frozenset({"sliding_window", "softcap", "sinks"})},
+    "padded": {
+        "sdpa": frozenset({"sliding_window"}),
+        "eager": frozenset({"sliding_window", "softcap", "sinks"}),
+    },
 }
-"""Features beyond causal attention that each kernel computes, by layout, in the names of `required_features`."""
+"""Features beyond causal attention that each kernel computes, by layout, in the names of
+`required_features`.
+"""
 
 
 IMAGES_SEE_AHEAD = ("gemma3", "gemma4", "gemma4_unified", "paligemma", "shieldgemma2")
-"""Model types whose tokens of an image attend to later ones. Rows and engines are causal: they read text alone."""
+"""Model types whose tokens of an image attend to later ones. Rows and engines are causal: they read text
+alone.
+"""
 
 
 def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> list[str]:
     """Return the features of a language model's configuration that `layout` does not compute.
 
-    features: of config.json or its `text_config`, or a loaded configuration as a mapping, which may name more.
+    features: of config.json or its `text_config`, or a loaded configuration as a mapping, which may name
+    more.
     """
     asked = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
     asked += [f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY]
     bidirectional = features.get("use_bidirectional_attention")
-    asked += ["use_bidirectional_attention"] * (bool(bidirectional) and bidirectional != "vision")  # text stays causal
+    asked += ["use_bidirectional_attention"] * (
+        bool(bidirectional) and bidirectional != "vision"
+    )  # text stays causal
     asked += [name for name in SELECTION if features.get(name)]
     asked += ["keep_window_size"] * _selects_beyond_a_window(features)
     asked += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
@@ -137,7 +152,8 @@ def final_softcap(config: Any) -> float | None:
 
 def logit_factor(config: Any) -> float:
     """Return the factor of the output layer's logits, before a soft cap, 1 for most families."""
-    text, factor = config.get_text_config(), 1.0
+    text = config.get_text_config()
+    factor = 1.0
     for name in (*LOGIT_MULTIPLIERS, *LOGIT_DIVISORS):
         value = getattr(text, name, None)
         if value is not None:
@@ -148,13 +164,18 @@ def logit_factor(config: Any) -> float:
 
 def _selects_beyond_a_window(features: Mapping[str, Any]) -> bool:
     # Beyond its window, Doge selects tokens by a top-k.
-    window, positions = features.get("keep_window_size"), features.get("max_position_embeddings")
+    window = features.get("keep_window_size")
+    positions = features.get("max_position_embeddings")
     stretched = any("factor" in table for table in _rotary_tables(features))
     return bool(window) and (positions is None or stretched or window < positions)
 
 
 def _is_unknown_cap(name: str, value: Any) -> bool:
-    if not value or not ("softcap" in name or "soft_cap" in name) or any(part in name for part in INNER_SOFTCAPS):
+    if (
+        not value
+        or not ("softcap" in name or "soft_cap" in name)
+        or any(part in name for part in INNER_SOFTCAPS)
+    ):
         return False
     return name not in (ATTENTION_SOFTCAP, *FINAL_SOFTCAPS)
 
@@ -174,13 +195,16 @@ def head_size(text: Any) -> int | None:
     """Return the size of an attention head of a loaded configuration, or None for several sizes."""
     if getattr(text, "kv_lora_rank", None):
         return None
-    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    hidden = getattr(text, "hidden_size", None)
+    heads = getattr(text, "num_attention_heads", None)
     size: int | None = getattr(text, "head_dim", None) or (hidden // heads if hidden and heads else None)
     return size
 
 
 def kv_bytes_per_token(text: Any) -> int:
-    """Return the KV-cache bytes of all layers in half precision, by a loaded configuration, or 0 if unknown."""
+    """Return the KV-cache bytes of all layers in half precision, by a loaded configuration, or 0
+    if unknown.
+    """
     layers = getattr(text, "num_hidden_layers", 0)
     if rank := getattr(text, "kv_lora_rank", None):  # one compressed vector for all heads
         return 2 * int(layers) * int(rank + getattr(text, "qk_rope_head_dim", 0))

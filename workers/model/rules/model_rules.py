@@ -28,13 +28,18 @@ def check_model(
 ) -> None:
     """Raise ConfigError or UnsupportedModelError unless the engine supports a model, loaded or a skeleton.
 
-    packed: a `PackedModel`. head: as in `TrainingEngine`. cuda, half: the device, and whether it uses half precision.
+    packed: a `PackedModel`. head: as in `TrainingEngine`. cuda, half: the device, and whether it uses half
+    precision.
     """
-    name, features, whole = packed.name, packed.required_features, packed.model.config
-    text, kernel = whole.get_text_config().to_dict(), settings.attention
+    name = packed.name
+    features = packed.required_features
+    whole = packed.model.config
+    text = whole.get_text_config().to_dict()
+    kernel = settings.attention
     layout = settings.attention_layout(shared=parallel.context_parallel * parallel.tensor_parallel > 1)
     check_kernel_features(kernel, layout, features, name)
-    heads, recurrent = text.get("num_attention_heads"), packed.is_recurrent
+    heads = text.get("num_attention_heads")
+    recurrent = packed.is_recurrent
     check_context_parallel(parallel, name, recurrent=recurrent, heads=heads, features=features)
     check_ring_settings(parallel, kernel, cuda=cuda, half=half)
     shares_prefixes(settings, features, name, recurrent=recurrent, cuda=cuda, half=half)
@@ -49,7 +54,9 @@ def check_model(
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
-    """Raise UnsupportedModelError for `uncomputed_features`. shared: whether ranks share sequences or layers."""
+    """Raise UnsupportedModelError for `uncomputed_features`. shared: whether ranks share
+    sequences or layers.
+    """
     asked = uncomputed_features(features, layout)
     if not asked:
         return
@@ -62,10 +69,14 @@ def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared
 
 
 def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
-    """Return why `model.attention=kernel` does not run on this device in this precision, or an empty string."""
+    """Return why `model.attention=kernel` does not run on this device in this precision, or an
+    empty string.
+    """
     kernels = ("auto", *KERNEL_FEATURES[layout])
     if kernel not in kernels:
-        return f"is for padded rows that ranks do not share (policy.parallel). Set one of {', '.join(kernels)}"
+        return (
+            f"is for padded rows that ranks do not share (policy.parallel). Set one of {', '.join(kernels)}"
+        )
     if kernel in CUDA_KERNELS and not cuda:
         return "is a CUDA kernel and the run uses CPUs. Set auto or sdpa"
     if kernel in CUDA_KERNELS and not half:
@@ -78,8 +89,8 @@ def check_kernel_features(kernel: str, layout: str, features: frozenset[str], mo
     missing = features - KERNEL_FEATURES[layout].get(kernel, features)
     if missing:
         raise UnsupportedModelError(
-            f"{model} with {', '.join(sorted(missing))}, which model.attention={kernel} does not compute with "
-            f"model.layout={layout}. Set model.attention=auto."
+            f"{model} with {', '.join(sorted(missing))}, which model.attention={kernel} does not compute "
+            f"with model.layout={layout}. Set model.attention=auto."
         )
 
 
@@ -95,13 +106,13 @@ def check_context_parallel(
         return
     if recurrent:
         raise UnsupportedModelError(
-            f"{model} carries a state from token to token, which ranks that share a sequence do not pass on. Set "
-            "policy.parallel.context_parallel=1."
+            f"{model} carries a state from token to token, which ranks that share a sequence do not pass "
+            "on. Set policy.parallel.context_parallel=1."
         )
     if parallel.context_parallel_method == "ulysses" and heads is not None and heads % sharing:
         raise UnsupportedModelError(
-            f"{model} has {heads} attention heads, which policy.parallel.context_parallel * tensor_parallel = "
-            f"{sharing} does not divide. Set policy.parallel.context_parallel_method=ring."
+            f"{model} has {heads} attention heads, which policy.parallel.context_parallel * tensor_parallel "
+            f"= {sharing} does not divide. Set policy.parallel.context_parallel_method=ring."
         )
     if parallel.context_parallel_method == "ring" and features:
         raise UnsupportedModelError(
@@ -116,13 +127,14 @@ def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, ha
         return
     if kernel != "auto":
         raise ConfigError(
-            f"model.attention={kernel} has no effect without policy.parallel.context_parallel_method=ulysses (ring "
-            "has other kernels). Set that, or remove model.attention."
+            f"model.attention={kernel} has no effect without "
+            "policy.parallel.context_parallel_method=ulysses (ring has other kernels). Set that, or remove "
+            "model.attention."
         )
     if cuda and not half:
         raise ConfigError(
-            "policy.parallel.context_parallel_method=ring needs half precision on GPUs. Set model.dtype=bfloat16, or "
-            "ulysses."
+            "policy.parallel.context_parallel_method=ring needs half precision on GPUs. Set "
+            "model.dtype=bfloat16, or ulysses."
         )
 
 
@@ -147,7 +159,9 @@ def _sharing_problem(
 def shares_prefixes(
     settings: ModelConfig, features: frozenset[str], model: str, *, recurrent: bool, cuda: bool, half: bool
 ) -> bool:
-    """Return whether sequences share prefixes. Raises ConfigError for share_prefixes=always if they cannot."""
+    """Return whether sequences share prefixes. Raises ConfigError for share_prefixes=always if
+    they cannot.
+    """
     if settings.share_prefixes == "never":
         return False
     problem = _sharing_problem(settings, features, recurrent=recurrent, cuda=cuda, half=half)
@@ -165,22 +179,26 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
         )
 
 
-def check_vision(parallel: ParallelConfig, settings: ModelConfig, model: str, vision: Any, config: Any) -> None:
-    """Raise ConfigError or UnsupportedModelError if settings do not suit a model's images. vision: None if it has
-    none.
+def check_vision(
+    parallel: ParallelConfig, settings: ModelConfig, model: str, vision: Any, config: Any
+) -> None:
+    """Raise ConfigError or UnsupportedModelError if settings do not suit a model's images. vision: None if it
+    has none.
     """
     if settings.train_vision and vision is None:
         raise ConfigError(f"model.train_vision=true: {model} takes no images. Set model.train_vision=false.")
     deepstack = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     if vision is not None and deepstack and parallel.pipeline_parallel > 1:
         raise UnsupportedModelError(
-            f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}: {model} adds images to its first layers "
-            "(deepstack), which stages do not pass on. Set it to 1."
+            f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}: {model} adds images to its "
+            "first layers (deepstack), which stages do not pass on. Set it to 1."
         )
 
 
 def check_experts(parallel: ParallelConfig, settings: ModelConfig, model: str, experts: int) -> None:
-    """Raise UnsupportedModelError if a model with so many experts a layer, 0 if dense, does not suit the settings."""
+    """Raise UnsupportedModelError if a model with so many experts a layer, 0 if dense, does not suit the
+    settings.
+    """
     ep = parallel.expert_parallel
     needs = {f"policy.parallel.expert_parallel={ep}": ep > 1}
     needs[f"model.router_replay={settings.router_replay}"] = settings.router_replay != "none"
@@ -204,27 +222,31 @@ def _check_router_losses(settings: ModelConfig, model: str, family: str) -> None
 def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool, images: bool = False) -> bool:
     """Return whether layers are compiled. images: whether the model reads them.
 
-    Raises ConfigError for compile=always with tensor parallelism or images. With torch 2.13, graphs end inside
-    DTensor's hooks, and the gradient of a DTensor comes back as a plain tensor. A layer of Qwen2.5-VL was still being
-    traced after 400 s.
+    Raises ConfigError for compile=always with tensor parallelism or images. With torch 2.13, graphs end
+    inside DTensor's hooks, and the gradient of a DTensor comes back as a plain tensor. A layer of Qwen2.5-VL
+    was still being traced after 400 s.
     """
     if settings.compile == "always" and images:
-        raise ConfigError("model.compile=always: does not work with models that read images. Set auto or never.")
+        raise ConfigError(
+            "model.compile=always: does not work with models that read images. Set auto or never."
+        )
     shared = parallel.tensor_parallel > 1 or images
     if settings.compile == "always" and shared:
         raise ConfigError(
-            "model.compile=always: does not work with policy.parallel.tensor_parallel above 1. Set auto or never."
+            "model.compile=always: does not work with policy.parallel.tensor_parallel above 1. Set auto or "
+            "never."
         )
     return settings.compile == "always" or (settings.compile == "auto" and cuda and not shared)
 
 
 def _check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int) -> None:
-    stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
+    stages = parallel.pipeline_parallel
+    virtual = parallel.virtual_stages
     if layers < stages * virtual:
         parts = f" * virtual_stages={virtual}" * (virtual > 1)
         raise UnsupportedModelError(
-            f"{model} has {layers} layers, fewer than the parts of policy.parallel.pipeline_parallel={stages}{parts}. "
-            "Lower it."
+            f"{model} has {layers} layers, fewer than the parts of "
+            f"policy.parallel.pipeline_parallel={stages}{parts}. Lower it."
         )
 
 
@@ -242,11 +264,13 @@ def check_tensor_parallel(
         )
     if settings.lora.rank:  # too small to share
         raise ConfigError(
-            "adapters are not shared between ranks. Set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
+            "adapters are not shared between ranks. Set model.lora.rank=0 or "
+            "policy.parallel.tensor_parallel=1."
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = sizes.get(name)
         if size is not None and size % tp:
             raise UnsupportedModelError(
-                f"{model} has {name}={size}, which policy.parallel.tensor_parallel={tp} does not divide. Set it to 1."
+                f"{model} has {name}={size}, which policy.parallel.tensor_parallel={tp} does not divide. "
+                "Set it to 1."
             )

@@ -3,8 +3,8 @@
     layer(hidden, packed_attention=...)      a hook tells the layer's mixers the lengths of the row's segments
       mixer(hidden [1, T, H]) --split--> [1, L, H] each --the mixer, from an empty state--> joined [1, T, H]
 
-The mixer is called once a segment, so that no state reaches the next sequence. The rest of the layer sees the whole
-row. The hook runs inside gradient checkpointing.
+The mixer is called once a segment, so that no state reaches the next sequence. The rest of the layer sees the
+whole row. The hook runs inside gradient checkpointing.
 
 A mixer is a module that holds a convolution along the sequence, as in all families with a state but MiniMax.
 
@@ -22,18 +22,21 @@ from workers.model.rules.families import RECURRENT
 
 
 def find_mixers(layer: nn.Module) -> list[nn.Module]:
-    return [mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())]
+    return [
+        mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())
+    ]
 
 
 def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
     """Raise UnsupportedModelError if a layer of a model (`config`) carries a state without a mixer."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     for index, layer in enumerate(layers):
-        mixers, kind = find_mixers(layer), kinds[index] if index < len(kinds) else ""
+        mixers = find_mixers(layer)
+        kind = kinds[index] if index < len(kinds) else ""
         if layer in mixers or (kind in RECURRENT and not mixers):
             raise UnsupportedModelError(
-                f"layer {index}, {type(layer).__name__}, carries a state from token to token by no separate module, "
-                "so that sequences of a packed row cannot be told apart. Set model.layout=padded."
+                f"layer {index}, {type(layer).__name__}, carries a state from token to token by no separate "
+                "module, so that sequences of a packed row cannot be told apart. Set model.layout=padded."
             )
 
 
@@ -47,7 +50,8 @@ def split_by_segment(layers: Iterable[nn.Module]) -> None:
 
 class _Mixer:
     def __init__(self, mixer: nn.Module) -> None:
-        self._forward, self.lengths = mixer.forward, ()
+        self._forward = mixer.forward
+        self.lengths = ()
         mixer.forward = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:

@@ -5,9 +5,10 @@
     fully_shard(layer) ... fully_shard(root)     parameters gathered layer by layer, forward and backward
     gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --global norm--> clipped
 
-Ranks that differ only in pp, cp or tp hold the same sequences. The dp_replicate * dp_shard groups hold different
-ones. Only the ranks of one stage shard the same parameters. Gradients are summed, not averaged: every loss is already
-divided by denominators of the whole mini-batch, and a context-parallel rank returns the gradient of its tokens.
+Ranks that differ only in pp, cp or tp hold the same sequences. The dp_replicate * dp_shard groups hold
+different ones. Only the ranks of one stage shard the same parameters. Gradients are summed, not averaged:
+every loss is already divided by denominators of the whole mini-batch, and a context-parallel rank returns the
+gradient of its tokens.
 """
 
 import warnings
@@ -21,7 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from workers.config.roles import ParallelConfig
@@ -32,7 +39,8 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Hold the mesh of all ranks, by `DIMENSIONS`. sharding: the part for FSDP2, with `dp_replicate` first for HSDP.
+    """Hold the mesh of all ranks, by `DIMENSIONS`. sharding: the part for FSDP2, with `dp_replicate` first
+    for HSDP.
 
     context_groups: by degree, the ranks that share this rank's sequences.
     """
@@ -111,7 +119,8 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
 def limit_waits() -> None:
     """Give every process group the timeout of the whole world's, `resources.collective_timeout_s`.
 
-    torch gives any other group half an hour. A mesh takes no timeout for groups of two backends ("cpu:gloo,cuda:nccl").
+    torch gives any other group half an hour. A mesh takes no timeout for groups of two backends
+    ("cpu:gloo,cuda:nccl").
     """
     whole = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     if not isinstance(whole, dist.ProcessGroupGloo):  # a group that only stands for ranks has no waits
@@ -139,16 +148,19 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, 
     if left:
         staged = " * parallel.pipeline_parallel" * (config.pipeline_parallel > 1)
         raise ConfigError(
-            f"{ranks} ranks are not a multiple of parallel.context_parallel * parallel.tensor_parallel{staged} = "
-            f"{sharing}"
+            f"{ranks} ranks are not a multiple of parallel.context_parallel * "
+            f"parallel.tensor_parallel{staged} = {sharing}"
         )
     if dp % config.replicate:
-        raise ConfigError(f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks")
+        raise ConfigError(
+            f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks"
+        )
     sharing_experts = dp // config.replicate * config.context_parallel * config.tensor_parallel
     if sharing_experts % config.expert_parallel:
         raise ConfigError(
-            f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * context_parallel * "
-            f"tensor_parallel = {sharing_experts} ranks, which hold different tokens of one copy of the model"
+            f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * "
+            f"context_parallel * tensor_parallel = {sharing_experts} ranks, which hold different tokens of "
+            "one copy of the model"
         )
     return (
         config.pipeline_parallel,
@@ -183,11 +195,14 @@ def shard_model(
 ) -> None:
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
-    experts: modules that ranks share already, with their mesh. uncast: more layers, whose inputs keep their dtype.
-    whole: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when gathered.
-    Gradients are reduced in the parameters' dtype, and summed.
+    experts: modules that ranks share already, with their mesh. uncast: more layers, whose inputs keep their
+    dtype.
+    whole: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when
+    gathered. Gradients are reduced in the parameters' dtype, and summed.
     """
-    mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype
+    )
     # On the CPU the parameters are in host memory anyway.
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     # A router may give its weights in float32. Inputs of experts are not cast, as inside a layer.
@@ -229,12 +244,18 @@ def reshard(root: nn.Module) -> None:
 
 
 def prepare_backward(
-    root: nn.Module, layers: Iterable[nn.Module], last: bool, *, reshard_after_forward: bool, config: ParallelConfig
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    last: bool,
+    *,
+    reshard_after_forward: bool,
+    config: ParallelConfig,
 ) -> None:
     """Set up the next backward pass, through `layers` and `root`'s other modules. last: of the mini-batch.
 
-    By default every pass reduces its gradients to the shards: unreduced ones are whole, in float32. Copies of the model
-    (HSDP) sum their shards only in the last pass. Without `reshard_after_forward` parameters stay gathered until then.
+    By default every pass reduces its gradients to the shards: unreduced ones are whole, in float32. Copies of
+    the model (HSDP) sum their shards only in the last pass. Without `reshard_after_forward` parameters stay
+    gathered until then.
     """
     for module in [cast(FSDPModule, root), *(each for layer in layers for each in fsdp_modules(layer))]:
         if config.defer_gradient_reduction:
@@ -250,17 +271,25 @@ def clip_gradients(
     stages: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[nn.Parameter] = (),
 ) -> float:
-    """Scale all gradients down to the global L2 norm `max_norm`. Returns the norm before, the same on every rank.
+    """Scale all gradients down to the global L2 norm `max_norm`. Returns the norm before, the same on every
+    rank.
 
-    stages: the ranks that hold the other layers, if any. counted_elsewhere: parameters that another stage counts.
+    stages: the ranks that hold the other layers, if any. counted_elsewhere: parameters that another stage
+    counts.
 
-    torch's norm refuses a mixture of meshes (FSDP and tp), so it is taken by mesh: |g| = sqrt(sum of |g_mesh|^2).
+    torch's norm refuses a mixture of meshes (FSDP and tp), so it is taken by mesh: |g| = sqrt(sum of
+    |g_mesh|^2).
     """
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
-    counted = [[p.grad for p in group if not any(p is one for one in counted_elsewhere)] for group in by_mesh.values()]
+            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(
+                parameter
+            )
+    counted = [
+        [p.grad for p in group if not any(p is one for one in counted_elsewhere)]
+        for group in by_mesh.values()
+    ]
     norms = [full_tensor(nn.utils.get_total_norm(gradients)) for gradients in counted if gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if stages is not None:

@@ -8,7 +8,8 @@ from workers.errors import BallastError
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise the first BallastError of a rank of `group` on all its ranks, so that none waits for a failed one.
+    """Raise the first BallastError of a rank of `group` on all its ranks, so that none waits for a failed
+    one.
 
     Enter on every rank. The block must make no collective calls that a failing rank would skip.
     """

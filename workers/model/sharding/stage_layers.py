@@ -1,4 +1,5 @@
-"""A decoder's list of layers of which this rank holds some, under their own names. The others pass their input on.
+"""A decoder's list of layers of which this rank holds some, under their own names. The others pass their
+input on.
 
     layers     0     1     2     3     4     5         a part with layers 2 and 3
                |     |   [own] [own]   |     |
@@ -30,7 +31,8 @@ class Part:
 class Passing:
     """Hold one pass of a micro-batch through a part.
 
-    received: hidden states [R, W, H] of the part before, None for the first. sent: for the part after, once computed.
+    received: hidden states [R, W, H] of the part before, None for the first. sent: for the part after, once
+    computed.
     """
 
     part: Part

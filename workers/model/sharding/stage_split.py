@@ -1,4 +1,5 @@
-"""Split layers into pipeline stages, minimising the cost of the most expensive stage: exact, by dynamic programming.
+"""Split layers into pipeline stages, minimising the cost of the most expensive stage: exact, by dynamic
+programming.
 
 Imports no torch: dry runs use it too.
 """
@@ -13,12 +14,13 @@ FORWARD_AND_BACKWARD = 3.0
 
 
 def relative_costs(layers: Sequence[float], head: float, *, recomputed: float) -> tuple[list[float], float]:
-    """Return (costs of the layers, cost of the output layer) for `split_layers`, from the weights that a token uses.
+    """Return (costs of the layers, cost of the output layer) for `split_layers`, from the weights that a
+    token uses.
 
     recomputed: share of a layer's forward pass that its backward pass repeats.
 
-    The output layer recomputes its logits in backward (`logprobs.py`). Attention itself costs the same in all layers,
-    and the embedding is a look-up: both are left out.
+    The output layer recomputes its logits in backward (`logprobs.py`). Attention itself costs the same in all
+    layers, and the embedding is a look-up: both are left out.
     """
     factor = FORWARD_AND_BACKWARD + recomputed
     return [factor * layer for layer in layers], (FORWARD_AND_BACKWARD + 1.0) * head
@@ -27,23 +29,30 @@ def relative_costs(layers: Sequence[float], head: float, *, recomputed: float) -
 def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]:
     """Split layers into consecutive non-empty ranges, minimising the cost of the most expensive one.
 
-    costs: of each layer. last: of the output layer, in the last part. Raises ConfigError for fewer layers than parts.
+    costs: of each layer. last: of the output layer, in the last part. Raises ConfigError for fewer layers
+    than parts.
     """
     layers = len(costs)
     if layers < parts:
         raise ConfigError(
-            f"policy.parallel.pipeline_parallel asks for {parts} parts of a model that has {layers} layers. Lower it."
+            f"policy.parallel.pipeline_parallel asks for {parts} parts of a model that has {layers} layers. "
+            "Lower it."
         )
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # worst[stop]: cost of the most expensive part with layers before `stop` in the parts so far. begins: its cut.
+    # worst[stop]: cost of the most expensive part with layers before `stop` in the parts so far. begins: its
+    # cut.
     worst = {stop: sums[stop] + last * (parts == 1) for stop in range(1, layers + 1)}
     begins: list[dict[int, int]] = [dict.fromkeys(worst, 0)]
     for part in range(1, parts):
         extra = last if part == parts - 1 else 0.0
         choices = {
-            stop: [(max(worst[start], sums[stop] - sums[start] + extra), start) for start in worst if start < stop]
+            stop: [
+                (max(worst[start], sums[stop] - sums[start] + extra), start)
+                for start in worst
+                if start < stop
+            ]
             for stop in range(part + 1, layers + 1)
         }
         best = {stop: min(found) for stop, found in choices.items() if found}

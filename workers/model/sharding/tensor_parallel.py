@@ -7,7 +7,8 @@
     [1, T/tp, H] --router, experts: own tokens, as on any other rank (expert_parallel.py)--> [1, T/tp, H]
     final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
 
-torch's `parallelize_module` shards before FSDP2, which shards each part again (Shoeybi et al. 2019). T must divide by
+torch's `parallelize_module` shards before FSDP2, which shards each part again (Shoeybi et al. 2019). T must
+divide by
 tp: `balancing.basics.alignment.length_multiple`.
 """
 
@@ -27,7 +28,11 @@ from transformers import PreTrainedModel
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "num_experts")]
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "num_experts")
+    ]
 
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
@@ -36,17 +41,20 @@ def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the part of a row, [T] or [T, ...], whose tokens this rank's experts see. mesh: tensor parallelism's."""
+    """Return the part of a row, [T] or [T, ...], whose tokens this rank's experts see. mesh: tensor
+    parallelism's.
+    """
     return row.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard a model's parameters over the one dimension of `mesh`, in place. The model may be a skeleton.
 
-    Afterwards the decoder returns its last hidden state as a DTensor. The output layer's weight is sharded over the
-    vocabulary, tied or not. It is read, not called.
+    Afterwards the decoder returns its last hidden state as a DTensor. The output layer's weight is sharded
+    over the vocabulary, tied or not. It is read, not called.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     blocks = blocks_with_experts(decoder)
     tied = head.weight is decoder.embed_tokens.weight
     _parallelize(
@@ -67,12 +75,18 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         _parallelize(model, mesh, {"lm_head": ColwiseParallel()})
 
 
-def own_vocabulary(head: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[dist.ProcessGroup | None, int]]:
-    """Return (weight, bias) of this rank's tokens, and (ranks that share the vocabulary, or None, the first's id)."""
-    weight, bias = head.weight, head.bias
+def own_vocabulary(
+    head: nn.Module,
+) -> tuple[tuple[Tensor, Tensor | None], tuple[dist.ProcessGroup | None, int]]:
+    """Return (weight, bias) of this rank's tokens, and (ranks that share the vocabulary, or None, the first's
+    id).
+    """
+    weight = head.weight
+    bias = head.bias
     if not isinstance(weight, DTensor):
         return (weight, bias), (None, 0)
-    mesh, vocabulary = weight.device_mesh, weight.shape[0]
+    mesh = weight.device_mesh
+    vocabulary = weight.shape[0]
     rows = -(-vocabulary // mesh.size())  # on all ranks except the last ones, which get the rest
     first = min(mesh.get_local_rank() * rows, vocabulary)
     return (weight.to_local(), None if bias is None else bias.to_local()), (mesh.get_group(), first)
@@ -97,7 +111,9 @@ def _layer_plan() -> dict[str, ParallelStyle]:
 
 
 def _gather_input(name: str) -> PrepareModuleInput:
-    return PrepareModuleInput(input_kwarg_layouts={name: Shard(1)}, desired_input_kwarg_layouts={name: Replicate()})
+    return PrepareModuleInput(
+        input_kwarg_layouts={name: Shard(1)}, desired_input_kwarg_layouts={name: Replicate()}
+    )
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:

@@ -4,12 +4,12 @@
     tokens --> stage 0: embedding, layers --hidden [R, W, H]--> stage 1: layers --> ... last: layers, norm, head, loss
                                           <--their gradient---              (1F1B, `forward_backward.py`)
 
-Every stage gets the same sequences and so knows the shapes that it receives. Weights keep the names of the whole model.
-A tied weight is on the first and the last stage, which add their gradients and so stay equal.
+Every stage gets the same sequences and so knows the shapes that it receives. Weights keep the names of the
+whole model. A tied weight is on the first and the last stage, which add their gradients and so stay equal.
 
-Transfers have one process group for each direction: NCCL runs all transfers of two ranks in a group in call order, so
-two stages that send to each other would deadlock. With virtual stages, transfers from the last stage to the first have
-a group too.
+Transfers have one process group for each direction: NCCL runs all transfers of two ranks in a group in call
+order, so two stages that send to each other would deadlock. With virtual stages, transfers from the last
+stage to the first have a group too.
 """
 
 from collections import deque
@@ -33,8 +33,8 @@ from workers.model.value_head import HEAD
 
 
 def layer_costs(packed: PackedModel, *, recomputed: float) -> tuple[list[float], float]:
-    """Return (cost of each layer, of the output layer), see `relative_costs`. For fused experts, those of one token
-    count.
+    """Return (cost of each layer, of the output layer), see `relative_costs`. For fused experts, those of one
+    token count.
     """
     text = packed.model.config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None) or 1
@@ -42,15 +42,17 @@ def layer_costs(packed: PackedModel, *, recomputed: float) -> tuple[list[float],
     def used(parameter: nn.Parameter) -> float:
         return parameter.numel() * (min(1.0, chosen / len(parameter)) if parameter.ndim > 2 else 1.0)
 
-    layers = [sum(used(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers]
+    layers = [
+        sum(used(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers
+    ]
     head = packed.model.get_output_embeddings() or getattr(packed.model, HEAD)
     return relative_costs(layers, head.weight.numel(), recomputed=recomputed)
 
 
 @dataclass(frozen=True)
 class Form:
-    """Name a model's tower of images, embedding, list of layers, modules after them (a norm) and output layer, which
-    have all parameters.
+    """Name a model's tower of images, embedding, list of layers, modules after them (a norm) and output
+    layer, which have all parameters.
     """
 
     tower: tuple[str, ...]
@@ -61,7 +63,8 @@ class Form:
 
     @classmethod
     def of(cls, packed: PackedModel) -> "Form":
-        model, decoder = packed.model, decoder_of(packed.model)
+        model = packed.model
+        decoder = decoder_of(packed.model)
         prefix = next(name for name, module in model.named_modules() if module is decoder)
         paths = {id(module): name for name, module in model.named_modules()}
         head = model.get_output_embeddings() or getattr(model, HEAD)
@@ -75,8 +78,8 @@ class Form:
         for name, _ in model.named_parameters():
             if not name.startswith(known):
                 raise UnsupportedModelError(
-                    f"{packed.name} has {name} outside embedding, layers, norm and output layer: it cannot be split "
-                    "into stages. Set policy.parallel.pipeline_parallel=1."
+                    f"{packed.name} has {name} outside embedding, layers, norm and output layer: it cannot "
+                    "be split into stages. Set policy.parallel.pipeline_parallel=1."
                 )
         return form
 
@@ -88,22 +91,26 @@ class Form:
 class Stage:
     """Hold this rank's stage of the pipeline. The only stage of an undivided model holds the whole.
 
-    parts: of this stage, from the input on. hidden_size: of what stages send. tied: names of a weight that embedding
-    and output layer share, or None. Raises UnsupportedModelError if the model cannot be split,
+    parts: of this stage, from the input on. hidden_size: of what stages send. tied: names of a weight that
+    embedding and output layer share, or None. Raises UnsupportedModelError if the model cannot be split,
     ConfigError if it has fewer layers than parts.
     """
 
     def __init__(self, packed: PackedModel, parallel: Parallel, *, recomputed: float) -> None:
         pipeline = parallel.pipeline
-        self.parallel, self.index, self.stages = parallel, pipeline.get_local_rank(), pipeline.size()
-        self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
+        self.parallel = parallel
+        self.index = pipeline.get_local_rank()
+        self.stages = pipeline.size()
+        self.is_first = self.index == 0
+        self.is_last = self.index == self.stages - 1
         self.schedule = Pipeline(self.stages, parallel.config.virtual_stages)
         self.hidden_size: int = packed.model.config.get_text_config().hidden_size
         self.tied: tuple[str, str] | None = None
         self._form: Form | None = None
         ranges = [range(len(packed.layers))]
         if self.stages > 1:
-            self._form, self.tied = Form.of(packed), _tied_names(packed)
+            self._form = Form.of(packed)
+            self.tied = _tied_names(packed)
             ranges = split_layers(*layer_costs(packed, recomputed=recomputed), self.schedule.parts)
         last = len(ranges) - 1
         every = [Part(layers, number == 0, number == last) for number, layers in enumerate(ranges)]
@@ -113,7 +120,9 @@ class Stage:
         }
 
     def holder_of(self, name: str) -> int:
-        """Return the stage that holds the model's tensor `name`. Buffers outside the layers are everywhere."""
+        """Return the stage that holds the model's tensor `name`. Buffers outside the layers are
+        everywhere.
+        """
         if self._form is None:
             return 0
         layer = self._form.layer_of(name)
@@ -133,7 +142,9 @@ class Stage:
         layers: Any = packed.model.get_submodule(form.layers)
         kept = {index for part in self.parts for index in part.layers}
         packed.model.set_submodule(form.layers, StageLayers(layers, kept))
-        dropped = [*form.tower, form.embedding] * (not self.is_first) + [*form.after, form.head] * (not self.is_last)
+        dropped = [*form.tower, form.embedding] * (not self.is_first) + [*form.after, form.head] * (
+            not self.is_last
+        )
         for name in dropped:
             packed.model.set_submodule(name, nn.Identity())
 
@@ -177,7 +188,8 @@ class Stage:
 
 
 def _tied_names(packed: PackedModel) -> tuple[str, str] | None:
-    embedding, head = packed.model.get_input_embeddings(), packed.model.get_output_embeddings()
+    embedding = packed.model.get_input_embeddings()
+    head = packed.model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         return None
     names = {id(module): name for name, module in packed.model.named_modules()}
@@ -204,7 +216,8 @@ def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
     part = mine.to_local() if isinstance(mine, DTensor) else mine
     if not part.numel():
         return
-    other, peer = torch.empty_like(part), stage.rank_of(stage.stages - 1 if stage.is_first else 0)
+    other = torch.empty_like(part)
+    peer = stage.rank_of(stage.stages - 1 if stage.is_first else 0)
     group = stage.parallel.pipeline.get_group()
     sent = dist.P2POp(dist.isend, part.contiguous(), peer, group)
     received = dist.P2POp(dist.irecv, other, peer, group)
@@ -214,11 +227,14 @@ def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
 
 
 class Exchange:
-    """Transfer tensors between one rank and its place's ranks in the neighbouring stages. Create it collectively."""
+    """Transfer tensors between one rank and its place's ranks in the neighbouring stages. Create it
+    collectively.
+    """
 
     def __init__(self, parallel: Parallel) -> None:
         pipeline = parallel.pipeline
-        self._index, self._stages = pipeline.get_local_rank(), pipeline.size()
+        self._index = pipeline.get_local_rank()
+        self._stages = pipeline.size()
         self._groups: dict[tuple[Kind, bool], dist.ProcessGroup] = {("forward", False): pipeline.get_group()}
         self._groups["backward", False] = _same_groups_again(parallel)
         if parallel.config.virtual_stages > 1:
@@ -249,12 +265,12 @@ class Exchange:
             self._leaving.popleft()[0].wait()
 
     def _meet(self, device: str) -> None:
-        """Connect all pairs in order along each direction: NCCL connects a pair in its first transfer, for which both
-        wait.
+        """Connect all pairs in order along each direction: NCCL connects a pair in its first transfer, for
+        which both wait.
         """
         greeting = torch.zeros(1, device=device)
-        # Tied weights use a batched transfer between the ends. As a group's first call torch leaves it undefined unless
-        # all ranks take part.
+        # Tied weights use a batched transfer between the ends. As a group's first call torch leaves it
+        # undefined unless all ranks take part.
         dist.all_reduce(greeting, group=self._groups["forward", False])
         for kind, wraps in self._groups:
             for steps, transfer in ((-1, dist.irecv), (1, dist.isend)):

@@ -4,8 +4,9 @@
     sequence 1    prefix, image 1, text
     sequence 2    prefix, image 1, text, image 2, text
 
-The images differ in size and shape. The first is repeated, in tokens that sequences may share. The reference reads
-what the whole processor makes of all images of a sequence, the engine what it makes of the images of a micro-batch.
+The images differ in size and shape. The first is repeated, in tokens that sequences may share. The reference
+reads what the whole processor makes of all images of a sequence, the engine what it makes of the images of a
+micro-batch.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,13 @@ Inputs = dict[str, Tensor]
 """Arguments of a model's forward pass, beside its ids."""
 
 
-def add_images(texts: Sequence[Tensor], prefix: int, processor: Any, name: str) -> tuple[DataProto, tuple[Inputs, ...]]:
+def add_images(
+    texts: Sequence[Tensor], prefix: int, processor: Any, name: str
+) -> tuple[DataProto, tuple[Inputs, ...]]:
     """Return the sequences of `texts` (ids [n] of each) with images, and the reference's inputs for each.
 
-    prefix: tokens that the last two share. name: of the model. Raises UnsupportedModelError if the processor refuses
-    the images, or expands one otherwise beside another.
+    prefix: tokens that the last two share. name: of the model. Raises UnsupportedModelError if the processor
+    refuses the images, or expands one otherwise beside another.
     """
     import PIL.Image
 
@@ -41,14 +44,18 @@ def add_images(texts: Sequence[Tensor], prefix: int, processor: Any, name: str) 
         alone = [_processed(processor, [picture]) for picture in pictures]
         both = _processed(processor, pictures)
     except Exception as error:  # processors raise many types
-        raise UnsupportedModelError(f"{name}: its processor raises {type(error).__name__}: {clause(error)}") from error
+        raise UnsupportedModelError(
+            f"{name}: its processor raises {type(error).__name__}: {clause(error)}"
+        ) from error
     if not torch.equal(both["input_ids"], torch.cat([each["input_ids"] for each in alone], dim=1)):
         raise UnsupportedModelError(f"{name}: its processor expands an image otherwise beside another")
     images = [Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures]
     counts = [each["input_ids"].shape[1] for each in alone]
     columns = [name for name in ("input_ids", *TYPES) if name in alone[0]]
     start = prefix or 1
-    rows, placed, inputs = [], [], []
+    rows = []
+    placed = []
+    inputs = []
     for text, places in zip(texts, ((), (start,), (start, len(texts[2]) - AFTER)), strict=True):
         spliced = {column: _splice(column, text, places, alone) for column in columns}
         ids = spliced.pop("input_ids")
@@ -69,7 +76,9 @@ def _processed(processor: Any, pictures: list[Any]) -> Inputs:
 
 
 def _splice(column: str, text: Tensor, places: Sequence[int], alone: Sequence[Inputs]) -> Tensor:
-    """Return ids of `text`, or zeros for them in columns of types, with what each image has put into its place."""
+    """Return ids of `text`, or zeros for them in columns of types, with what each image has put into its
+    place.
+    """
     parts = list((text if column == "input_ids" else torch.zeros_like(text)).tensor_split(list(places)))
     for index in range(len(places)):
         parts.insert(2 * index + 1, alone[index][column][0])

@@ -1,4 +1,6 @@
-"""The processor of a model that reads images: its tokenizer and image processor, as transformers joins them."""
+"""The processor of a model that reads images: its tokenizer and image processor, as transformers
+joins them.
+"""
 
 from workers.errors import named
 from workers.images.placeholders import COMPARED, Placeholders, RefusedImages

@@ -4,11 +4,13 @@
     row    5 7 I I I I 9        cells of I <-- rows of the features; also after the first layers (deepstack)
     M-RoPE positions: time, height, width of each token, [3, R, W]
 
-Placeholders are the `image_token`s inside a `PlacedImage`. Elsewhere the id is a token that somebody wrote or sampled.
+Placeholders are the `image_token`s inside a `PlacedImage`. Elsewhere the id is a token that somebody wrote or
+sampled.
 
-The tower is all that makes features: vision model and projector. Frozen, it is whole on every rank, in the compute
-dtype. Trained, it is sharded like the layers. Then every rank runs it in every micro-batch, without images on a blank
-one whose features no cell reads: ranks take part in the same collectives, with gradients of 0.
+The tower is all that makes features: vision model and projector. Frozen, it is whole on every rank, in the
+compute dtype. Trained, it is sharded like the layers. Then every rank runs it in every micro-batch, without
+images on a blank one whose features no cell reads: ranks take part in the same collectives, with gradients of
+0.
 
 Shapes: R rows of W cells, F features of all images, H hidden size, C placeholder cells.
 """
@@ -39,7 +41,9 @@ BLANK = 64  # pixels
 
 @dataclass(frozen=True)
 class Features:
-    """Hold features of all images, in order. embeds: [F, H]. deepstack: [F, H] for each of the first layers."""
+    """Hold features of all images, in order. embeds: [F, H]. deepstack: [F, H] for each of the
+    first layers.
+    """
 
     embeds: Tensor
     deepstack: tuple[Tensor, ...] = ()
@@ -52,14 +56,18 @@ class Vision:
     """
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
-        self.model, self.trains = model, False
+        self.model = model
+        self.trains = False
         self.refusal: BallastError | None = None
         self.image_token: int = model.config.image_token_id
         paths = {id(module): name for name, module in model.named_modules()}
-        head, inner = paths[id(model.get_output_embeddings())], paths[id(decoder)].split(".")
+        head = paths[id(model.get_output_embeddings())]
+        inner = paths[id(decoder)].split(".")
         around = [".".join(inner[:count]) for count in range(len(inner) + 1)]
         children = [
-            f"{level}.{name}" for level in around[:-1] for name, _ in model.get_submodule(level).named_children()
+            f"{level}.{name}"
+            for level in around[:-1]
+            for name, _ in model.get_submodule(level).named_children()
         ]
         self.parts = [name for child in children if (name := child.removeprefix(".")) not in (*around, head)]
         kept = (f"{around[-1]}.", f"{head}.")
@@ -75,18 +83,26 @@ class Vision:
     def blocks(self) -> list[nn.Module]:
         """Return the layers of the tower."""
         parts = [self.model.get_submodule(name) for name in self.parts]
-        return [each for part in parts for each in part.modules() if isinstance(each, GradientCheckpointingLayer)]
+        return [
+            each for part in parts for each in part.modules() if isinstance(each, GradientCheckpointingLayer)
+        ]
 
-    # --- rows, on the CPU ---------------------------------------------------------------------------------------------
+    # --- rows, on the CPU
+    # ---------------------------------------------------------------------------------------------
 
     def lay_out(self, rows: Rows, sequences: DataProto) -> Rows:
-        """Return `rows` with their images, the cells of the images' features, and the family's kind of positions."""
+        """Return `rows` with their images, the cells of the images' features, and the family's kind of
+        positions.
+        """
         positions = rows.position_ids.repeat(3, 1, 1) if self._has_grids else rows.position_ids
         firsts: dict[Image, int] = {}
-        cells, source, count = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
+        cells = [torch.empty(0, dtype=torch.int64)]
+        source = [torch.empty(0, dtype=torch.int64)]
+        count = 0
         for index, images in enumerate(sequences.objects.get("images", ())):
             start, stop = sequences.offsets[index : index + 2]
-            ids, own = sequences.tokens["input_ids"][start:stop].cpu(), rows.cells[start:stop]
+            ids = sequences.tokens["input_ids"][start:stop].cpu()
+            own = rows.cells[start:stop]
             if images and self._has_grids:
                 positions.flatten(1)[:, own] = self.positions(ids, images)
             for each in images:
@@ -117,7 +133,9 @@ class Vision:
         return torch.as_tensor(found[:, 0])
 
     def inputs(self, images: Sequence[Image]) -> Inputs:
-        """Return the processor's tensors for these images, on the CPU. Raises what the check at load found."""
+        """Return the processor's tensors for these images, on the CPU. Raises what the check at
+        load found.
+        """
         if self.refusal is not None:
             raise self.refusal
         every = [self._processed(image) for image in images]
@@ -149,7 +167,9 @@ class Vision:
     def _tensors(self, picture: Any) -> Inputs:
         made = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
         found = {name: value for name, value in made.items() if name not in OF_TEXT}
-        if "image_sizes" in found and found["pixel_values"].ndim == 5:  # LLaVA-NeXT: images have unequally many parts
+        if (
+            "image_sizes" in found and found["pixel_values"].ndim == 5
+        ):  # LLaVA-NeXT: images have unequally many parts
             found["pixel_values"] = found["pixel_values"].flatten(0, 1)
         return found
 
@@ -159,32 +179,45 @@ class Vision:
 
         return self._tensors(Image.new("RGB", (BLANK, BLANK)))
 
-    # --- features, on the device --------------------------------------------------------------------------------------
+    # --- features, on the device
+    # --------------------------------------------------------------------------------------
 
     def features(self, inputs: Inputs, dtype: torch.dtype) -> Features:
         """Return the features of a micro-batch's images. dtype: of the computation."""
-        arguments = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+        arguments = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()
+        }
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
             found: Any = self.model.get_image_features(**arguments, return_dict=True)
-        return Features(_flat(found.pooler_output), tuple(map(_flat, getattr(found, "deepstack_features", None) or ())))
+        return Features(
+            _flat(found.pooler_output), tuple(map(_flat, getattr(found, "deepstack_features", None) or ()))
+        )
 
     def embedded(self, rows: ModelInput) -> dict[str, Any]:
-        """Return the decoder's arguments for rows with images: their embeddings, and features for its first layers."""
+        """Return the decoder's arguments for rows with images: their embeddings, and features for its first
+        layers.
+        """
         assert rows.images is not None and rows.image_cells is not None and rows.image_source is not None
         embedding: Any = self.model.get_input_embeddings()
         embeds = embedding(rows.input_ids)  # under tensor parallelism this rank's part of the cells
-        found, cells, source = self.features(rows.images, embeds.dtype), rows.image_cells, rows.image_source
+        found = self.features(rows.images, embeds.dtype)
+        cells = rows.image_cells
+        source = rows.image_source
         layers = [found.embeds, *found.deepstack]
         if rows.image_features not in (0, len(found.embeds)):
-            raise DataError(f"images with {len(found.embeds)} features have {rows.image_features} placeholders in ids")
+            raise DataError(
+                f"images with {len(found.embeds)} features have {rows.image_features} placeholders in ids"
+            )
         if isinstance(embedding.weight, DTensor):
-            mesh, width = embedding.weight.device_mesh, embeds.shape[1]
+            mesh = embedding.weight.device_mesh
+            width = embeds.shape[1]
             # Each rank returns the gradient of its own cells: their sum is the tower's.
             layers = [DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in layers]
             layers = [each.to_local(grad_placements=[Partial()]) for each in layers]
             first = mesh.get_local_rank() * width
             mine = (cells >= first) & (cells < first + width)
-            cells, source = cells[mine] - first, source[mine]
+            cells = cells[mine] - first
+            source = source[mine]
         values = [each[source].to(embeds.dtype) for each in layers]
         flat = embeds.flatten(0, 1).index_copy(0, cells, values[0])
         arguments: dict[str, Any] = {"inputs_embeds": flat.view_as(embeds)}

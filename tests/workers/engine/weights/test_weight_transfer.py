@@ -1,4 +1,6 @@
-"""Weights as bytes, the file that carries them, our engines' names, and processes that end with their actor."""
+"""Weights as bytes, the file that carries them, our engines' names, and processes that end with
+their actor.
+"""
 
 import ctypes
 import os
@@ -19,7 +21,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from tests.workers.rollout import tiny
 from workers.engine.weights.complete_update import CompleteUpdate
 from workers.engine.weights.weight_delta import CHECK_EVERY, DENSE, DeltaPacker, Payload, WeightFile
-from workers.engine.weights.weight_transfer import ACTOR, ENGINES, end_with_actor, pack_weights, private_file, register
+from workers.engine.weights.weight_transfer import (
+    ACTOR,
+    ENGINES,
+    end_with_actor,
+    pack_weights,
+    private_file,
+    register,
+)
 from workers.errors import RolloutError
 
 
@@ -57,11 +66,18 @@ def test_the_file_is_private_and_gone_afterwards_whatever_happens() -> None:
 def random_weights(rng: np.random.Generator) -> dict[str, torch.Tensor]:
     """Tensors of several types and sizes, some longer than a block of words."""
     shapes = {"b.weight": (300, 301), "a.weight": (7,), "scalar": (), "z.long": (70_000,)}
-    weights = {name: torch.from_numpy(rng.normal(size=shape)).to(torch.bfloat16) for name, shape in shapes.items()}
-    return weights | {"float": torch.from_numpy(rng.normal(size=(3, 5))).float().t(), "tied": weights["b.weight"]}
+    weights = {
+        name: torch.from_numpy(rng.normal(size=shape)).to(torch.bfloat16) for name, shape in shapes.items()
+    }
+    return weights | {
+        "float": torch.from_numpy(rng.normal(size=(3, 5))).float().t(),
+        "tied": weights["b.weight"],
+    }
 
 
-def changed(weights: dict[str, torch.Tensor], share: float, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+def changed(
+    weights: dict[str, torch.Tensor], share: float, rng: np.random.Generator
+) -> dict[str, torch.Tensor]:
     """A share of the values is others: among them NaN, infinities and zeros of either sign."""
     found = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in weights.items()}
     for weight in found.values():
@@ -77,7 +93,9 @@ def changed(weights: dict[str, torch.Tensor], share: float, rng: np.random.Gener
     seed=st.integers(0, 99),
 )
 def test_files_with_deltas_equal_whole_ones_bit_for_bit(shares: list[float], seed: int) -> None:
-    """For an engine that follows from the start, for one that starts late, and for one that misses updates."""
+    """For an engine that follows from the start, for one that starts late, and for one that
+    misses updates.
+    """
     rng = np.random.default_rng(seed)
     weights, packer = random_weights(rng), DeltaPacker()
     sent: list[tuple[int, Payload]] = []
@@ -94,7 +112,10 @@ def test_files_with_deltas_equal_whole_ones_bit_for_bit(shares: list[float], see
         payload, metrics = packer.pack(reversed(weights.items()), check=version % 3 == 0)
         whole = isinstance(payload, np.ndarray)
         assert metrics["weights_whole"].value == whole and whole >= (share > DENSE)
-        sent = [*([] if whole else sent), (version, payload.copy() if isinstance(payload, np.ndarray) else payload)]
+        sent = [
+            *([] if whole else sent),
+            (version, payload.copy() if isinstance(payload, np.ndarray) else payload),
+        ]
         assert sum(payload.nbytes for _, payload in sent) <= 2 * sent[0][1].nbytes
         check(always)
         if rng.random() < 0.3:
@@ -150,7 +171,9 @@ def test_a_process_below_a_killed_actor_ends() -> None:
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_an_actor_and_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
+def test_an_actor_and_processes_of_others_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, marked: bool
+) -> None:
     monkeypatch.delenv(ACTOR, raising=False)
     if marked:
         monkeypatch.setenv(ACTOR, str(os.getpid()))

@@ -1,4 +1,5 @@
-"""Attention written out in the precision of its input, with the mask that transformers makes: the tests' reference.
+"""Attention written out in the precision of its input, with the mask that transformers makes: the tests'
+reference.
 
 transformers' own eager functions take the softmax in float32, which would hide errors below 1e-7 in float64.
 """
@@ -22,7 +23,9 @@ def reference_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [1, H, L, D], key and value [1, K, L, D], attention_mask additive [1, 1, L, L] -> [1, L, H, D]."""
+    """query [1, H, L, D], key and value [1, K, L, D], attention_mask additive [1, 1, L, L] -> [1,
+    L, H, D].
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.transpose(2, 3) * scaling

@@ -1,4 +1,6 @@
-"""The two ways in which transformers' own packing goes wrong in silence, and what the registered function refuses."""
+"""The two ways in which transformers' own packing goes wrong in silence, and what the registered function
+refuses.
+"""
 
 import itertools
 import sys
@@ -137,7 +139,13 @@ def test_the_machine_is_looked_at_when_nothing_is_said_of_it():
         ("varlen", CUDA, torch.float32, (HOPPER, ()), "half precision"),
         ("flash", CPU, HALF, (HOPPER, ("flash_attn",)), "CUDA"),
         ("flash", CUDA, HALF, (HOPPER, ()), "flash-attn"),
-        ("flash3", CUDA, HALF, (AMPERE, ("flash_attn_interface",)), "compute capability 9, and this one has 8"),
+        (
+            "flash3",
+            CUDA,
+            HALF,
+            (AMPERE, ("flash_attn_interface",)),
+            "compute capability 9, and this one has 8",
+        ),
         ("flash3", CUDA, HALF, (HOPPER, ()), "flash-attn-interface"),
     ],
 )
@@ -147,7 +155,9 @@ def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, 
         choose_backend(setting, device, dtype, installed=Installed(generation, frozenset(packages)))
 
 
-@pytest.mark.parametrize(("backend", "feature"), [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap")])
+@pytest.mark.parametrize(
+    ("backend", "feature"), [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap")]
+)
 def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backend, feature):
     installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface"}))
     with pytest.raises(UnsupportedModelError, match=rf"{feature}.*model\.attention={backend}"):
@@ -199,7 +209,11 @@ def test_a_window_computed_block_by_block_equals_one_mask(window, features):
     key, value = torch.randn(2, 1, 2, sum(lengths), 8, generator=generator, dtype=torch.float64)
     if "sinks" in features:
         features = features | {"sinks": torch.randn(4, generator=generator, dtype=torch.float64)}
-    row = pack(DataProto.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
+    row = pack(
+        DataProto.from_list(
+            [{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]
+        )
+    )
     actual = packed_attention("sdpa", row, CPU)(query, key, value, 0.5, window=window, **features)
     owner = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     place = torch.arange(sum(lengths))

@@ -15,7 +15,11 @@ HEADS, PAIRS, DIM, SCALE = 4, 2, 8, 0.5
 
 def inputs(length: int, sinks: bool, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (1, HEADS, length, DIM), "key": (1, PAIRS, length, DIM), "value": (1, PAIRS, length, DIM)}
+    shapes = {
+        "query": (1, HEADS, length, DIM),
+        "key": (1, PAIRS, length, DIM),
+        "value": (1, PAIRS, length, DIM),
+    }
     if sinks:
         shapes["sinks"] = (HEADS,)
     return {
@@ -72,7 +76,9 @@ def test_in_bfloat16_it_is_as_near_to_float64_as_all_scores_at_once():
     for name, gradient in actual.items():
         assert gradient.dtype == torch.bfloat16
         rounding = 2**-7 * expected[name].norm()  # one bit of bfloat16, which four sinks do not average out
-        assert (gradient - expected[name]).norm() < 1.5 * (noise[name] - expected[name]).norm() + rounding, name
+        assert (gradient - expected[name]).norm() < 1.5 * (noise[name] - expected[name]).norm() + rounding, (
+            name
+        )
 
 
 class LargestTensor(TorchDispatchMode):
@@ -131,7 +137,10 @@ def test_flash_kernels_with_sinks_give_the_same_segment_by_segment(window):
     """What `varlen` runs for gpt-oss on CUDA, with the kernels that torch has for a CPU in their place."""
     lengths = [1, 33, 20]
     tensors = inputs(sum(lengths), sinks=True)
-    sinks, parts = tensors["sinks"], {name: tensors[name].split(lengths, 2) for name in ("query", "key", "value")}
+    sinks, parts = (
+        tensors["sinks"],
+        {name: tensors[name].split(lengths, 2) for name in ("query", "key", "value")},
+    )
     expected = torch.cat(
         [
             block_attention(

@@ -1,4 +1,6 @@
-"""Checkpoints: what comes back is what was saved, on any number of ranks; what is not whole is refused by name."""
+"""Checkpoints: what comes back is what was saved, on any number of ranks; what is not whole is refused by
+name.
+"""
 
 import itertools
 import json
@@ -47,7 +49,9 @@ def model(tmp_path_factory) -> str:
 
 def build(model: str, offload: bool = False) -> TrainingEngine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.model.optimizer.optimizer.BUCKET", 1000)  # several, and some parameters are larger
+        patch.setattr(
+            "workers.model.optimizer.optimizer.BUCKET", 1000
+        )  # several, and some parameters are larger
         return build_engine(model, optimizer=OPTIMIZER, offload=offload)
 
 
@@ -58,7 +62,9 @@ def saved_at(engine: TrainingEngine, folder: Path, *steps: int) -> None:
 
 
 def train(engine: TrainingEngine, steps: range) -> list[float]:
-    """One optimiser step for each of `steps` on every rank's share of that step's batch; this rank's learning rates."""
+    """One optimiser step for each of `steps` on every rank's share of that step's batch; this rank's learning
+    rates.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     rates = []
     for step in steps:
@@ -94,7 +100,9 @@ def test_training_goes_on_while_a_save_is_written_and_the_checkpoint_is_of_the_m
     resumed.load_checkpoint(tmp_path / "step-2")
     assert_same(weights(resumed), before)
     rates = train(resumed, range(2, 5))
-    assert rates == pytest.approx([OPTIMIZER.learning_rate * factor for factor in (1, 0.9619398, 0.8535534)], rel=1e-6)
+    assert rates == pytest.approx(
+        [OPTIMIZER.learning_rate * factor for factor in (1, 0.9619398, 0.8535534)], rel=1e-6
+    )
     assert_same(weights(resumed), expected)
 
 
@@ -126,8 +134,12 @@ def load_on_ranks(model: str, path: Path, offload: bool) -> tuple[dict[str, torc
     return weights(engine), extra, draws
 
 
-@pytest.mark.parametrize(("writers", "readers", "offload"), [(2, 4, "saved"), (4, 1, ""), (2, 2, "saved and loaded")])
-def test_a_checkpoint_is_read_by_another_number_of_ranks(model, tmp_path, ranks: RankPool, writers, readers, offload):
+@pytest.mark.parametrize(
+    ("writers", "readers", "offload"), [(2, 4, "saved"), (4, 1, ""), (2, 2, "saved and loaded")]
+)
+def test_a_checkpoint_is_read_by_another_number_of_ranks(
+    model, tmp_path, ranks: RankPool, writers, readers, offload
+):
     """offload: when optimiser state is in host memory. The weights are as without."""
     draws = ranks.run(save_on_ranks, writers, model, tmp_path / "step-2", "saved" in offload)
     results = ranks.run(load_on_ranks, readers, model, tmp_path / "step-2", "loaded" in offload)
@@ -202,7 +214,9 @@ def test_a_torn_checkpoint_is_refused_by_name(model, saved):
     flipped[-5] ^= 1
     for content in (whole[:-1], bytes(flipped), None):
         shard.write_bytes(content) if content else shard.unlink()
-        with refused(f"step-2 is torn: {'the contents of ' * (content == flipped)}{shard.name}", CheckpointError):
+        with refused(
+            f"step-2 is torn: {'the contents of ' * (content == flipped)}{shard.name}", CheckpointError
+        ):
             engine.load_checkpoint(saved)
     assert_same(weights(engine), before)
 
@@ -307,7 +321,9 @@ def save_until_killed(model: str, folder: Path) -> None:
 
 
 def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, tmp_path):
-    """SIGKILL at random moments; every time what was told to be complete is, and the next process goes on from it."""
+    """SIGKILL at random moments; every time what was told to be complete is, and the next process goes on
+    from it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     moments, last = random.Random(0), 0

@@ -1,4 +1,6 @@
-"""Weights leave the engine by the names and in the shapes of the model's files, whatever transformers made of them."""
+"""Weights leave the engine by the names and in the shapes of the model's files, whatever transformers made of
+them.
+"""
 
 from pathlib import Path
 
@@ -64,7 +66,9 @@ def leave(path: str, keepers: list[int | None], parallel: dict[str, int]) -> lis
         ("gpt_oss", 2, {"expert_parallel": 2}),
     ],
 )
-def test_ranks_that_share_a_model_give_out_what_is_in_its_files(tmp_path, ranks: RankPool, family, count, parallel):
+def test_ranks_that_share_a_model_give_out_what_is_in_its_files(
+    tmp_path, ranks: RankPool, family, count, parallel
+):
     path = Path(save_tiny_model(tmp_path / "model", family))
     expected = {name: weight.bfloat16() for name, weight in load_file(path / "model.safetensors").items()}
     expected["lm_head.weight"] = expected["model.embed_tokens.weight"]  # tied

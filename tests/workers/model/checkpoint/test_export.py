@@ -137,23 +137,39 @@ LEFT_OUT = (".env", "training_args.bin", "model.gguf", "pytorch_model.bin.index.
 
 
 def source_with_files_beside(folder: Path, head: str) -> str:
-    """A model whose generation config transformers reads and refuses to write, with files that nobody here knows."""
+    """A model whose generation config transformers reads and refuses to write, with files that nobody here
+    knows.
+    """
     save_as(folder, "qwen2", torch.float32)
     if head == "reward model":
         AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text()) | {"a_key_of_theirs": [1, 2]}
     (folder / "config.json").write_text(json.dumps(content, indent=4))
-    generation = {"eos_token_id": [4, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "_from_model_config": True}
+    generation = {
+        "eos_token_id": [4, 2],
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "_from_model_config": True,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=4))
     (folder / "additional_chat_templates").mkdir()
-    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "LICENSE", "vocab.json", "notes"):
+    for name in (
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "LICENSE",
+        "vocab.json",
+        "notes",
+    ):
         (folder / name).write_bytes(f"{name} \u20ac".encode())
     for name in LEFT_OUT:
         (folder / name).write_text("neither a hidden file nor weights of another format")
     return str(folder)
 
 
-def save_beside(model: str, path: str, head: str, lora: int, parallel: dict[str, int], checkpoint: str) -> None:
+def save_beside(
+    model: str, path: str, head: str, lora: int, parallel: dict[str, int], checkpoint: str
+) -> None:
     """As a run does: train, save, and from a checkpoint in another process."""
     engine = build(model, lora=LoraConfig(rank=lora), head="lm" if head == "lm" else "value", **parallel)
     if Path(checkpoint).exists():
@@ -181,7 +197,9 @@ def test_files_beside_the_weights_are_the_sources(tmp_path, ranks: RankPool, hea
     source = Path(source_with_files_beside(tmp_path / "source", head))
     for name in ("target", "resumed"):
         folder = tmp_path / name
-        ranks.run(save_beside, count, str(source), str(folder), head, lora, parallel, str(tmp_path / "step-1"))
+        ranks.run(
+            save_beside, count, str(source), str(folder), head, lora, parallel, str(tmp_path / "step-1")
+        )
         expected, found = files_beside(source), files_beside(folder)
         if head == "critic":
             before, after = (json.loads(files.pop("config.json")) for files in (expected, found))

@@ -1,4 +1,6 @@
-"""Loading onto several ranks, of which one reads the files, gives every rank exactly what a plain load would."""
+"""Loading onto several ranks, of which one reads the files, gives every rank exactly what a plain
+load would.
+"""
 
 import ctypes
 import json
@@ -25,7 +27,9 @@ from workers.model.value_head import load_value_model
 ALL = [(0, 11)]
 
 
-def load_and_train(model: str, lora: LoraConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor, int, torch.Tensor]:
+def load_and_train(
+    model: str, lora: LoraConfig
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, int, torch.Tensor]:
     """Weights as loaded, log-probs, number of parameters, and the output layer after an update."""
     _spoil_free_memory()
     engine = build_engine(model, lora=lora, optimizer=OptimizerConfig(learning_rate=1e-2))
@@ -38,7 +42,11 @@ def load_and_train(model: str, lora: LoraConfig) -> tuple[dict[str, torch.Tensor
 
 def _spoil_free_memory() -> None:
     """What is not filled must not look right by chance: the allocator's next blocks hold NaN."""
-    spoiled = [torch.full((size,), torch.nan, dtype=torch.float64) for size in (4, 8, 32, 48, 1024) for _ in range(50)]
+    spoiled = [
+        torch.full((size,), torch.nan, dtype=torch.float64)
+        for size in (4, 8, 32, 48, 1024)
+        for _ in range(50)
+    ]
     del spoiled
 
 
@@ -53,7 +61,9 @@ def _spoil_free_memory() -> None:
     ids=["tied", "untied", "adapters"],
 )
 @pytest.mark.parametrize("count", [2, 4])
-def test_one_rank_that_reads_for_all_equals_a_plain_load(tmp_path, ranks: RankPool, family, tied, lora, count):
+def test_one_rank_that_reads_for_all_equals_a_plain_load(
+    tmp_path, ranks: RankPool, family, tied, lora, count
+):
     model = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=tied)
     expected = load_and_train(model, lora)
     for loaded, log_probs, num_parameters, head in ranks.run(load_and_train, count, model, lora):
@@ -106,7 +116,9 @@ def _status(name: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's own peak of a process")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's own peak of a process"
+)
 def test_ranks_that_do_not_read_hold_little_more_than_their_shards(tmp_path, ranks: RankPool):
     """A model of 47 MB over four ranks: 12 MB of shards, and the few tensors that are being handed out."""
     model = save_tiny_model(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
@@ -128,7 +140,9 @@ def test_ranks_that_do_not_read_hold_little_more_than_their_shards(tmp_path, ran
         ("model.layers.0.self_attn.masked_bias", False),
     ],
 )
-def test_a_weight_that_its_layer_does_not_have_is_refused(tmp_path: Path, name: str, is_refused: bool) -> None:
+def test_a_weight_that_its_layer_does_not_have_is_refused(
+    tmp_path: Path, name: str, is_refused: bool
+) -> None:
     path = save_tiny_model(tmp_path, "gemma")
     file = f"{path}/model.safetensors"
     save_file(load_file(file) | {name: torch.ones(32)}, file, metadata={"format": "pt"})
@@ -141,7 +155,9 @@ def test_a_weight_that_its_layer_does_not_have_is_refused(tmp_path: Path, name: 
     [{"num_hidden_layers": "four"}, {"hidden_size": 31}, {"layer_types": [1, 2]}, {"rope_parameters": [1]}],
     ids=str,
 )
-def test_whatever_transformers_raises_of_a_config_is_one_line(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_whatever_transformers_raises_of_a_config_is_one_line(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     path = save_tiny_model(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))

@@ -72,7 +72,9 @@ def test_only_adapters_get_gradients_and_change(model):
     before = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
     sequences = random_sequences()
     engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
-    with_gradient = {name for name, parameter in engine.module.named_parameters() if parameter.grad is not None}
+    with_gradient = {
+        name for name, parameter in engine.module.named_parameters() if parameter.grad is not None
+    }
     adapters = {name for name in before if "lora_" in name}
     assert with_gradient == adapters
     assert len(adapters) == 2 * 2 * 7  # A and B, layers, q k v o gate up down
@@ -88,7 +90,9 @@ def test_it_begins_as_the_base_model_and_learns(model):
     sequences = random_sequences()
     losses = []
     for _ in range(30):
-        losses.append(engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))["loss"].result())
+        losses.append(
+            engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))["loss"].result()
+        )
         engine.optimizer_step()
     assert losses[-1] < 0.7 * losses[0]
 
@@ -169,7 +173,11 @@ def test_target_modules_are_those_named(model):
             add_adapters(base(model), LoraConfig(rank=2, target_modules=f"q_proj, {wrong}"))
     adapted = base(model)
     add_adapters(adapted, LoraConfig(rank=2, target_modules="q_proj,v_proj"))
-    names = {name.split(".lora_")[0].rpartition(".")[2] for name, p in adapted.named_parameters() if p.requires_grad}
+    names = {
+        name.split(".lora_")[0].rpartition(".")[2]
+        for name, p in adapted.named_parameters()
+        if p.requires_grad
+    }
     assert names == {"q_proj", "v_proj"}
 
 

@@ -17,7 +17,9 @@ def predictions_of(sequences: DataProto, log_probs: Tensor) -> Predictions:
     return Predictions.gather((chosen, 0.5 * chosen**2), sequences, row)
 
 
-def tokens_of(log_probs: list[float], lengths: list[int] | None = None, **columns: list[float]) -> Predictions:
+def tokens_of(
+    log_probs: list[float], lengths: list[int] | None = None, **columns: list[float]
+) -> Predictions:
     """Predicted tokens alone, in sequences of `lengths` (default: one sequence), in float64."""
     lengths = lengths or [len(log_probs)]
     values = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
@@ -32,7 +34,9 @@ def tokens_of(log_probs: list[float], lengths: list[int] | None = None, **column
 
 def with_log_probs(sequences: DataProto, seed: int = 0, spread: float = 0.5) -> DataProto:
     """The sequences with a column `log_probs`, those that the model is to give, around the old ones."""
-    noise = torch.randn(sequences.num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(
+        sequences.num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     log_probs = sequences.tokens["old_log_probs"] + spread * noise
     return DataProto(sequences.lengths, sequences.tokens | {"log_probs": log_probs}, sequences.columns)
 
@@ -40,7 +44,9 @@ def with_log_probs(sequences: DataProto, seed: int = 0, spread: float = 0.5) -> 
 def computed_in_parts(
     sequences: DataProto, cuts: list[int], loss_function: LossFunction, denominators: Denominators
 ) -> tuple[float, list[Tensor], list[Statistics]]:
-    """(loss, gradient of `log_probs` of each sequence, statistics) of a mini-batch cut into micro-batches at `cuts`."""
+    """(loss, gradient of `log_probs` of each sequence, statistics) of a mini-batch cut into micro-batches at
+    `cuts`.
+    """
     total, gradients, statistics = 0.0, [], []
     for start, stop in itertools.pairwise(sorted([0, len(sequences), *cuts])):
         part = sequences.slice(start, stop)

@@ -28,7 +28,9 @@ def predictions(**columns: list[float]) -> PackedTokens:
     ],
 )
 def test_weights_of_sequences(aggregation: str, expected: list[float]) -> None:
-    weights = token_weights(predictions(group_tokens=[6, 6, 6, 7]), DENOMINATORS, aggregation, constant_length=8)
+    weights = token_weights(
+        predictions(group_tokens=[6, 6, 6, 7]), DENOMINATORS, aggregation, constant_length=8
+    )
     assert weights.tolist() == pytest.approx(expected)
 
 
@@ -52,4 +54,6 @@ def test_what_cannot_be_weighted_is_refused() -> None:
     with refused("aggregation=mean is not a known aggregation", ConfigError):
         token_weights(predictions(), DENOMINATORS, "mean")
     with refused("group_mean_token_mean needs Denominators.groups", DataError):
-        token_weights(predictions(group_tokens=[1, 1, 1, 1]), Denominators(10.0, 4.0), "group_mean_token_mean")
+        token_weights(
+            predictions(group_tokens=[1, 1, 1, 1]), Denominators(10.0, 4.0), "group_mean_token_mean"
+        )

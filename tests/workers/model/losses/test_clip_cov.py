@@ -1,4 +1,6 @@
-"""Clip-Cov and KL-Cov: which tokens are held back, over any order, cut and number of ranks, and what it costs them."""
+"""Clip-Cov and KL-Cov: which tokens are held back, over any order, cut and number of ranks, and what it costs
+them.
+"""
 
 import math
 

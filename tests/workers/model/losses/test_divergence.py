@@ -25,7 +25,9 @@ def models() -> tuple[list[Tensor], list[Tensor]]:
 
     def layer(size: int, tokens: int) -> list[Tensor]:
         shapes = (COUNT, size), (tokens, size), (tokens,)
-        return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+        return [
+            torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes
+        ]
 
     return layer(5, STUDENTS_TOKENS), layer(4, TEACHERS_TOKENS)
 
@@ -108,7 +110,9 @@ distributions = st.lists(st.floats(-8, 8), min_size=6, max_size=6).map(
 
 
 @given(distributions, distributions, st.sampled_from(KINDS))
-def test_merged_events_never_diverge_more_and_equal_ones_not_at_all(log_p: Tensor, log_q: Tensor, kind: str) -> None:
+def test_merged_events_never_diverge_more_and_equal_ones_not_at_all(
+    log_p: Tensor, log_q: Tensor, kind: str
+) -> None:
     def merged(values: Tensor) -> Tensor:
         return torch.cat([values[:TOP], values[TOP:].logsumexp(0)[None]])
 
@@ -123,7 +127,10 @@ def test_probabilities_that_round_to_zero_or_one_give_finite_gradients(kind: str
     """float32, logits far apart: the likeliest tokens leave nothing for the rest."""
     hidden = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     weight = torch.tensor([[300.0], [0.0], [-300.0], [-1.0]], requires_grad=True)
-    ids, log_probs = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[-1e-7, -40.0, -60.0], [-20.0, -1e-6, -60.0]])
+    ids, log_probs = (
+        torch.tensor([[0, 1], [2, 1]]),
+        torch.tensor([[-1e-7, -40.0, -60.0], [-20.0, -1e-6, -60.0]]),
+    )
     layer = OutputLayer(hidden, weight, None, Head(1.0, None, 1.0, None, 0), 1)
     found = linear_divergence(layer, kind, ids=ids, log_probs=log_probs)
     found.sum().backward()

@@ -1,4 +1,6 @@
-"""Ratios of any size in float32: every loss and gradient is finite, and the paper's wherever a float32 can hold it."""
+"""Ratios of any size in float32: every loss and gradient is finite, and the paper's wherever a float32 can
+hold it.
+"""
 
 import math
 
@@ -80,7 +82,9 @@ def predictions_of(rows: list[list[tuple[float, float, bool]]], dtype: torch.dty
 
 
 def by_reference(rows: list[list[tuple[float, float, bool]]], config: LossConfig) -> Tensor:
-    """Gradient of the mean over tokens, float64; infinite or NaN where float64 does not hold the paper's formula."""
+    """Gradient of the mean over tokens, float64; infinite or NaN where float64 does not hold the paper's
+    formula.
+    """
     log_probs = predictions_of(rows, torch.float64).log_probs
     losses = []
     for values, row in zip(log_probs.split([len(row) for row in rows]), rows, strict=True):
@@ -93,13 +97,16 @@ def largest_of(rows: list[list[tuple[float, float, bool]]], name: str) -> Tensor
     """The log-ratio whose exponential each token's loss may take, [N]."""
     ratios = [torch.tensor([ratio for ratio, _, _ in row]) for row in rows]
     if name in ("gspo", "gmpo"):
-        # The mean of what gmpo has clipped is above that of the ratios by the tokens that are clipped from below.
+        # The mean of what gmpo has clipped is above that of the ratios by the tokens that are clipped from
+        # below.
         ratios = [row.clamp(min=-0.4).mean().expand(len(row)) for row in ratios]
     return torch.cat(ratios)
 
 
 def check_gradient(found: Tensor, expected: Tensor, inside: Tensor) -> None:
-    """The reference where the exponential is within its bound; beyond it the sign, of what float32 can hold."""
+    """The reference where the exponential is within its bound; beyond it the sign, of what
+    float32 can hold.
+    """
     assert found.isfinite().all()
     torch.testing.assert_close(found[inside].double(), expected[inside], rtol=1e-4, atol=1e-6)
     vanishes = (expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)
@@ -133,7 +140,9 @@ def test_kl_estimates_of_far_policies_are_finite_and_right(estimator, log_ratios
     found = torch.tensor(log_ratios, requires_grad=True)
     kl_estimate(found, estimator).sum().backward()
     exact = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
-    values = {"k1": -exact, "k2": exact**2 / 2, "k3": exact.expm1() - exact, "absolute": exact.abs()}[estimator]
+    values = {"k1": -exact, "k2": exact**2 / 2, "k3": exact.expm1() - exact, "absolute": exact.abs()}[
+        estimator
+    ]
     values.sum().backward()
     inside = found.detach() <= LARGEST_LOG_RATIO
     inside |= torch.tensor(estimator != "k3")

@@ -1,4 +1,6 @@
-"""The KL as a loss term: its mean gradient over a whole vocabulary, and an engine's gradients from a configuration."""
+"""The KL as a loss term: its mean gradient over a whole vocabulary, and an engine's gradients from a
+configuration.
+"""
 
 import pytest
 import torch

@@ -110,7 +110,8 @@ def test_half_precision_input_is_normalised_in_float32():
     narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
     log_probs, entropy = linear_log_probs(*narrow, None, targets)
     assert log_probs.dtype == entropy.dtype == torch.float32
-    # The logits are rounded to bfloat16, nothing after them is: so from the rounded logits on the result is exact.
+    # The logits are rounded to bfloat16, nothing after them is: so from the rounded logits on the result is
+    # exact.
     logits = torch.nn.functional.linear(*narrow).double()
     expected, expected_entropy = naive(logits, torch.eye(500).double(), None, targets, 1.0)
     assert relative_error(log_probs, expected) < 1e-6
@@ -123,7 +124,9 @@ SHARED = {"temperature": 0.6, "softcap": 1.5, "factor": 0.3, "chunk_tokens": 4}
 
 
 def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tensor]:
-    """On each rank: an uneven part of the vocabulary of 11 ids; results, and gradients of what this rank holds."""
+    """On each rank: an uneven part of the vocabulary of 11 ids; results, and gradients of what this rank
+    holds.
+    """
     rank, count = dist.get_rank(), dist.get_world_size()
     first, stop = rank * 11 // count, (rank + 1) * 11 // count
     hidden, weight, bias, targets = inputs()
@@ -145,7 +148,9 @@ def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tenso
 
 @pytest.mark.parametrize(("with_bias", "entropy_too"), [(True, True), (False, False)])
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_vocabulary_shared_over_ranks_gives_the_same(count: int, with_bias: bool, entropy_too: bool, ranks: RankPool):
+def test_a_vocabulary_shared_over_ranks_gives_the_same(
+    count: int, with_bias: bool, entropy_too: bool, ranks: RankPool
+):
     parts = ranks.run(computed_with_a_share, count, with_bias, entropy_too)
     hidden, weight, bias, targets = inputs()
     log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5, 0.3)
@@ -155,13 +160,19 @@ def test_a_vocabulary_shared_over_ranks_gives_the_same(count: int, with_bias: bo
     for part in parts:
         for name, value in expected.items():
             torch.testing.assert_close(part[name], value, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.cat([part["weight"] for part in parts]), weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([part["weight"] for part in parts]), weight.grad, rtol=1e-12, atol=1e-12
+    )
     if with_bias:
-        torch.testing.assert_close(torch.cat([part["bias"] for part in parts]), bias.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat([part["bias"] for part in parts]), bias.grad, rtol=1e-12, atol=1e-12
+        )
 
 
 def far_logits_with_a_share() -> Tensor:
-    """The first rank's logits are about 1,000 above the second's: their exp overflows unless the greatest is taken."""
+    """The first rank's logits are about 1,000 above the second's: their exp overflows unless the greatest is
+    taken.
+    """
     rank = dist.get_rank()
     hidden = torch.ones(3, 2, dtype=torch.float32)
     weight = torch.full((4, 2), 500.0 if rank == 0 else 0.0) + torch.arange(8.0).reshape(4, 2) * (1 - rank)
@@ -172,7 +183,9 @@ def far_logits_with_a_share() -> Tensor:
 
 
 def test_a_shared_vocabulary_takes_the_greatest_logit_of_all_ranks(ranks: RankPool) -> None:
-    weight = torch.cat([torch.full((4, 2), 500.0) + torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2)]).double()
+    weight = torch.cat(
+        [torch.full((4, 2), 500.0) + torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2)]
+    ).double()
     logits = weight.sum(-1)
     expected = (logits - logits.logsumexp(-1))[[0, 3, 7]].float()
     for log_probs in ranks.run(far_logits_with_a_share, 2):

@@ -1,4 +1,6 @@
-"""Every policy loss against its paper, one sequence at a time in float64, and against answers worked out by hand."""
+"""Every policy loss against its paper, one sequence at a time in float64, and against answers worked out by
+hand.
+"""
 
 import math
 from collections.abc import Callable
@@ -38,7 +40,9 @@ def ppo_clip(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfi
 
 
 def cispo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    weights = [min(max(math.exp(d), 1 - config.clip_low), 1 + config.clip_high) for d in (log_probs - old).tolist()]
+    weights = [
+        min(max(math.exp(d), 1 - config.clip_low), 1 + config.clip_high) for d in (log_probs - old).tolist()
+    ]
     return -torch.tensor(weights, dtype=torch.float64) * advantage * log_probs
 
 
@@ -50,7 +54,9 @@ def gspo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -
 
 
 def gmpo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
-    """As a product of token objectives |min(r A, clip(r, e^-low, e^high) A)|, its |y|-th root, and the sign of A."""
+    """As a product of token objectives |min(r A, clip(r, e^-low, e^high) A)|, its |y|-th root, and the sign
+    of A.
+    """
     ratio = (log_probs - old).exp()
     bounded = ratio.clamp(math.exp(-config.clip_low), math.exp(config.clip_high))
     objectives = torch.minimum(ratio * advantage, bounded * advantage).abs()
@@ -80,7 +86,11 @@ CONFIGS = {
     "gmpo": LossConfig("gmpo", clip_low=0.2, clip_high=0.5),
     "sapo": LossConfig("sapo", sapo_tau_positive=1.1, sapo_tau_negative=2.3),
 }
-OWN = {"gspo": "sequence_mean_token_mean", "gmpo": "sequence_mean_token_mean", "sapo": "sequence_mean_token_mean"}
+OWN = {
+    "gspo": "sequence_mean_token_mean",
+    "gmpo": "sequence_mean_token_mean",
+    "sapo": "sequence_mean_token_mean",
+}
 
 
 def by_paper(sequences: DataProto, config: LossConfig) -> tuple[float, list[Tensor]]:
@@ -119,7 +129,9 @@ def test_pages_without_torch_know_every_automatic_aggregation() -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSS_NAMES))
 @settings(max_examples=12, deadline=None)
-@given(cuts=st.lists(st.integers(0, 11), max_size=4), order=st.permutations(range(11)), seed=st.integers(0, 3))
+@given(
+    cuts=st.lists(st.integers(0, 11), max_size=4), order=st.permutations(range(11)), seed=st.integers(0, 3)
+)
 def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, order, seed):
     sequences = with_log_probs(random_sequences(seed=seed), seed)
     # Settings under which the covariance losses hold some tokens back.
@@ -176,7 +188,11 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_alone():
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     loss, gradient, metrics = loss_and_gradient(
-        LossConfig("cispo", clip_high=0.5), logs(3.0, 1.2), [2], old_log_probs=[0.0] * 2, advantages=[1.0, 1.0]
+        LossConfig("cispo", clip_high=0.5),
+        logs(3.0, 1.2),
+        [2],
+        old_log_probs=[0.0] * 2,
+        advantages=[1.0, 1.0],
     )
     assert loss == pytest.approx(-(1.5 * math.log(3.0) + 1.2 * math.log(1.2)) / 2)
     assert gradient == pytest.approx([-0.75, -0.6])
@@ -186,7 +202,11 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
 def test_gspo_clips_whole_sequences():
     # Geometric means: sqrt(4 * 1) = 2, above 1.2, and sqrt(1.21 / 1.21) = 1.
     loss, gradient, metrics = loss_and_gradient(
-        LossConfig("gspo"), logs(4.0, 1.0, 1.21, 1 / 1.21), [2, 2], old_log_probs=[0.0] * 4, advantages=[1.0] * 4
+        LossConfig("gspo"),
+        logs(4.0, 1.0, 1.21, 1 / 1.21),
+        [2, 2],
+        old_log_probs=[0.0] * 4,
+        advantages=[1.0] * 4,
     )
     assert loss == pytest.approx(-(1.2 + 1.0) / 2)
     assert gradient == pytest.approx([0.0, 0.0, -0.25, -0.25])  # -s A / (sequences * tokens)

@@ -1,4 +1,6 @@
-"""DPO's loss and gradient do not depend on ranks, sharing and micro-batches: in float64, against unpacked sequences."""
+"""DPO's loss and gradient do not depend on ranks, sharing and micro-batches: in float64, against unpacked
+sequences.
+"""
 
 import numpy as np
 import pytest
@@ -47,7 +49,9 @@ def expected(path: str) -> tuple[float, dict[str, Tensor]]:
 def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[str, Tensor]]:
     """What the trainer does, with the driver's part on every rank: (loss, whole gradients)."""
     model = ModelConfig(path=path, dtype="float64", layout=layout)
-    engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel)
+    engine = TrainingEngine(
+        model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel
+    )
     every, share = pairs(), random_plan(way.dp, seed, COUNT)[dp_rank(engine.parallel)]
     mine = every.select_idxs(share.rows)
     log_probs = torch.zeros(COUNT, dtype=torch.float64)
@@ -58,7 +62,9 @@ def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[
     coefficient = torch.from_numpy(found.coefficients)[share.rows]
     weighted = DataProto(mine.lengths, mine.tokens, {"coefficient": coefficient})
     engine.forward_backward(weighted, share.micro_batches, weighted_log_probs, Denominators.of(every))
-    return found.loss, {name: full_tensor(p.grad).clone() for name, p in engine.module.model.named_parameters()}
+    return found.loss, {
+        name: full_tensor(p.grad).clone() for name, p in engine.module.model.named_parameters()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +73,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "layout"), [("dp 1", "padded"), *((text, "packed") for text in ("ring 2", "tp 2", "dp 2, ulysses 2"))]
+    ("text", "layout"),
+    [("dp 1", "padded"), *((text, "packed") for text in ("ring 2", "tp 2", "dp 2, ulysses 2"))],
 )
 def test_dpo_is_that_of_unpacked_sequences(ranks: RankPool, path: str, text: str, layout: str) -> None:
     loss, gradients = expected(path)

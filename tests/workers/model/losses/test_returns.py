@@ -26,7 +26,8 @@ def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: f
     after = [*values, 0.0]
     deltas = [reward + gamma * after[t + 1] - after[t] for t, reward in enumerate(rewards)]
     return [
-        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas))) for t in range(len(deltas))
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas)))
+        for t in range(len(deltas))
     ]
 
 

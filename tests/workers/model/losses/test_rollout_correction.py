@@ -21,7 +21,11 @@ def logs(*values: float) -> list[float]:
 def weights_of(config: RolloutCorrectionConfig) -> tuple[list[float], dict[str, float]]:
     """For ratios pi_old / pi_rollout of 3, 1/2 and 1 in one sequence and 1/8 in another."""
     predictions = tokens_of(
-        [-9.0] * 4, [3, 1], old_log_probs=logs(3, 0.5, 1, 0.125), rollout_log_probs=[0.0] * 4, advantages=[1.0] * 4
+        [-9.0] * 4,
+        [3, 1],
+        old_log_probs=logs(3, 0.5, 1, 0.125),
+        rollout_log_probs=[0.0] * 4,
+        advantages=[1.0] * 4,
     )
     weights, statistics = correction_weights(predictions, config)
     assert not weights.requires_grad
@@ -45,7 +49,9 @@ def test_sequence_weights_are_products_by_hand():
 
 
 def test_tokens_out_of_bounds_are_rejected_by_hand():
-    weights, metrics = weights_of(RolloutCorrectionConfig(rejection="token", rejection_low=0.25, rejection_high=2.0))
+    weights, metrics = weights_of(
+        RolloutCorrectionConfig(rejection="token", rejection_low=0.25, rejection_high=2.0)
+    )
     assert weights == [0.0, 1.0, 1.0, 0.0]
     assert metrics["rollout_rejected_fraction"] == 0.5
     assert "rollout_truncated_fraction" not in metrics
@@ -53,7 +59,9 @@ def test_tokens_out_of_bounds_are_rejected_by_hand():
 
 def test_sequences_are_rejected_by_their_geometric_mean_by_hand():
     # 1.5^(1/3) = 1.145 and 1/8.
-    config = RolloutCorrectionConfig("token", cap=2.0, rejection="sequence", rejection_low=0.5, rejection_high=1.2)
+    config = RolloutCorrectionConfig(
+        "token", cap=2.0, rejection="sequence", rejection_low=0.5, rejection_high=1.2
+    )
     assert weights_of(config)[0] == pytest.approx([2.0, 0.5, 1.0, 0.0])
     config.rejection_high = 1.1
     assert weights_of(config)[0] == [0.0] * 4
@@ -80,7 +88,9 @@ def corrected_by_definition(sequences: DataProto, config: LossConfig) -> float:
         for log_prob, ratio, toward in zip(log_probs, ratios, reference, strict=True):
             weight = {"none": 1.0, "token": ratio, "sequence": whole}[correction.weights]
             weight = min(weight, correction.cap) if correction.weights != "none" else 1.0
-            judged = {"none": 1.0, "token": ratio, "sequence": whole ** (1 / len(ratios))}[correction.rejection]
+            judged = {"none": 1.0, "token": ratio, "sequence": whole ** (1 / len(ratios))}[
+                correction.rejection
+            ]
             weight *= correction.rejection_low <= judged <= correction.rejection_high
             kl = 0.5 * (toward - log_prob) ** 2
             losses.append(-weight * float(part.columns["advantages"]) * log_prob + config.kl_coefficient * kl)

@@ -1,4 +1,6 @@
-"""Losses that are sums, against their definitions token by token in float64, however a batch is cut into calls."""
+"""Losses that are sums, against their definitions token by token in float64, however a batch is cut into
+calls.
+"""
 
 import math
 from collections.abc import Callable
@@ -26,7 +28,9 @@ def bounded(ratio: float, config: SumLossConfig) -> float:
     return min(max(ratio, config.ratio_low), config.ratio_high)
 
 
-def importance_sampling(log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig) -> Tensor:
+def importance_sampling(
+    log_probs: Tensor, sampled: Tensor, advantage: float, config: SumLossConfig
+) -> Tensor:
     return -(log_probs - sampled).exp() * advantage
 
 

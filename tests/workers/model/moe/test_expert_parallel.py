@@ -9,7 +9,9 @@ from tests.workers.model.tiny import save_tiny_model
 from workers.config.roles import ParallelConfig
 
 
-def shapes(path: str, parallel: ParallelConfig) -> tuple[dict[str, tuple[tuple[int, ...], ...]], set[tuple[str, ...]]]:
+def shapes(
+    path: str, parallel: ParallelConfig
+) -> tuple[dict[str, tuple[tuple[int, ...], ...]], set[tuple[str, ...]]]:
     """(global shape, local shape and mesh of the first layer's experts by name; meshes of all else)."""
     engine = build_engine(Case("qwen3_moe", tied=False), path, parallel)
     experts, others = {}, set()
@@ -29,7 +31,9 @@ def shapes(path: str, parallel: ParallelConfig) -> tuple[dict[str, tuple[tuple[i
         (6, ((6, 32, 32), (3, 16, 32)), ((6, 32, 16), (3, 16, 16))),
     ],
 )
-def test_experts_are_cut_by_number_first_and_all_else_over_all_ranks(ranks: RankPool, tmp_path, count, gate_up, down):
+def test_experts_are_cut_by_number_first_and_all_else_over_all_ranks(
+    ranks: RankPool, tmp_path, count, gate_up, down
+):
     """Two ranks that hold the same experts cut them again, by number if that divides."""
     path = save_tiny_model(tmp_path, "qwen3_moe", tie_word_embeddings=False, num_experts=count)
     mesh = ("expert_shard", "ep")

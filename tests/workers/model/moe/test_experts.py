@@ -43,7 +43,9 @@ def test_rows_by_expert_give_what_transformers_gives(family: str, dtype: torch.d
         found.append([outputs, *(tensor.grad for tensor in [*inputs, *module.parameters()])])
         GroupedExperts().compute(module)
     for expected, actual in zip(*found, strict=True):
-        assert relative_error(actual.double(), expected.double()) < (1e-12 if dtype == torch.float64 else 2e-2)
+        assert relative_error(actual.double(), expected.double()) < (
+            1e-12 if dtype == torch.float64 else 2e-2
+        )
 
 
 def exchanges(arguments: dict[str, Any]) -> tuple[int, int]:

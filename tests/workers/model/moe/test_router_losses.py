@@ -1,5 +1,6 @@
-"""Losses of routers against transformers' own, family by family. How they add up over ranks and micro-batches:
-`test_exactness.py`."""
+"""Losses of routers against transformers' own, family by family. How they add up over ranks and
+micro-batches: `test_exactness.py`.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,9 @@ def nothing_to_learn(predictions: Any, denominators: Denominators) -> tuple[Tens
     return 0.0 * predictions.log_probs.sum(), {}
 
 
-def of_the_engine(sequences: DataProto, path: str, **settings: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+def of_the_engine(
+    sequences: DataProto, path: str, **settings: Any
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     model = ModelConfig(path=path, dtype="float64", **settings)
     engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
     compute_in_float64(engine.module.model)
@@ -38,7 +41,9 @@ def of_the_engine(sequences: DataProto, path: str, **settings: Any) -> tuple[dic
 def test_the_balance_of_one_sequence_in_one_layer_is_transformers_own_per_chosen_expert(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:
-    """transformers adds up the experts of a token, of which the paper takes the mean: half of it for two a token."""
+    """transformers adds up the experts of a token, of which the paper takes the mean: half of it for two a
+    token.
+    """
     path = save_tiny_model(tmp_path / "model", family, num_hidden_layers=1)
     sequences = random_sequences(1, seed=3)
     attention = "eager" if family == "gpt_oss" else "sdpa"

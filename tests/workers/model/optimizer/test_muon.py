@@ -28,7 +28,9 @@ def test_matrices_and_each_expert_take_torchs_step_and_all_else_adamws() -> None
     mine = {name: torch.nn.Parameter(torch.rand(shape)) for name, shape in shapes.items()}
     config = OptimizerConfig(name="muon", learning_rate=0.1, weight_decay=0.2)
     optimizer = make_optimizer(mine.items(), config, {mine[name] for name in ("wide", "tall", "experts")})
-    theirs = {name: torch.nn.Parameter(each.detach().clone()) for name, each in mine.items() if name != "experts"}
+    theirs = {
+        name: torch.nn.Parameter(each.detach().clone()) for name, each in mine.items() if name != "experts"
+    }
     experts = [torch.nn.Parameter(each.clone()) for each in mine["experts"].detach()]
     expected = [
         torch.optim.Muon([theirs["wide"], theirs["tall"], *experts], **RATES, adjust_lr_fn="match_rms_adamw"),
@@ -79,7 +81,9 @@ def trained(
 def arguments_of(path: str, folder: Path, *overrides: str) -> dict[str, Any]:
     """What a worker of the policy gets from a configuration."""
     rates = ("policy.optimizer.learning_rate=1e-3", "policy.optimizer.weight_decay=0.1")
-    return worker_arguments(load(write_workspace(folder), (f"model.path={path}", *rates, *overrides)), "policy")
+    return worker_arguments(
+        load(write_workspace(folder), (f"model.path={path}", *rates, *overrides)), "policy"
+    )
 
 
 @pytest.mark.drawn(1)
@@ -98,7 +102,9 @@ def test_ranks_that_share_matrices_take_the_step_of_one_process(
     arguments = arguments_of(path, tmp_path, "policy.optimizer.name=muon", f"model.lora.rank={lora_rank}")
     expected = trained(path, arguments, 1)
     for layout in map(way, layouts):
-        for found in ranks.run(trained, layout.ranks, path, arguments | {"parallel": layout.parallel}, layout.dp):
+        for found in ranks.run(
+            trained, layout.ranks, path, arguments | {"parallel": layout.parallel}, layout.dp
+        ):
             assert_same(found, expected, 1e-6)
 
 
@@ -107,15 +113,20 @@ CUSTOM = f"policy.optimizer.name=custom policy.optimizer.function={__name__}:ada
 
 def adagrad(named: list[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Its state begins at 0.1, unlike AdamW's."""
-    return torch.optim.Adagrad([each for _, each in named], lr=config.learning_rate, initial_accumulator_value=0.1)
+    return torch.optim.Adagrad(
+        [each for _, each in named], lr=config.learning_rate, initial_accumulator_value=0.1
+    )
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
-    ("chosen", "rate"), [("policy.optimizer.name=muon", 1e-5), ("policy.optimizer.name=sgd", 0.1), (CUSTOM, 1e-2)]
+    ("chosen", "rate"),
+    [("policy.optimizer.name=muon", 1e-5), ("policy.optimizer.name=sgd", 0.1), (CUSTOM, 1e-2)],
 )
 def test_a_run_resumes_on_another_layout(tmp_path: Path, ranks: RankPool, chosen: str, rate: float) -> None:
-    """To the bit on one rank, in float32. On others gradients round otherwise, and bfloat16 magnifies that in Muon."""
+    """To the bit on one rank, in float32. On others gradients round otherwise, and bfloat16 magnifies that in
+    Muon.
+    """
     path = save_tiny_model(tmp_path / "tiny", tie_word_embeddings=False)
     arguments = arguments_of(path, tmp_path, *chosen.split(), f"policy.optimizer.learning_rate={rate}")
     shared = arguments | {"parallel": way("tp 2").parallel}

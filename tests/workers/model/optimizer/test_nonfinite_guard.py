@@ -25,11 +25,15 @@ def model(tmp_path_factory) -> str:
 
 def build(model: str, max_skipped_steps: int = 10) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, max_skipped_steps=max_skipped_steps)
-    return TrainingEngine(ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu")
+    return TrainingEngine(
+        ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu"
+    )
 
 
 def without_number(value: float):
-    """The supervised loss, plus `value` in the micro-batch of the spoiled sequence: its gradient stays finite."""
+    """The supervised loss, plus `value` in the micro-batch of the spoiled sequence: its gradient stays
+    finite.
+    """
 
     def loss_function(predictions: Predictions, denominators: Denominators):
         loss, statistics = sft(predictions, denominators)
@@ -60,7 +64,11 @@ def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
         engine.forward_backward(bad, ALL, loss, denominators)
         skipped.append(engine.optimizer_step()["skipped_steps"].value * dist.get_world_size())
     unchanged = all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
-    for loss in (sft, without_number(torch.nan), without_number(torch.nan)):  # a good one starts the count again
+    for loss in (
+        sft,
+        without_number(torch.nan),
+        without_number(torch.nan),
+    ):  # a good one starts the count again
         engine.forward_backward(bad, ALL, loss, denominators)
         skipped.append(engine.optimizer_step()["skipped_steps"].value * dist.get_world_size())
     engine.forward_backward(bad, ALL, without_number(torch.nan), denominators)
@@ -70,13 +78,16 @@ def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_loss_without_number_on_one_rank_skips_the_step_on_all_and_too_many_stop_the_run(model, ranks, count):
+def test_a_loss_without_number_on_one_rank_skips_the_step_on_all_and_too_many_stop_the_run(
+    model, ranks, count
+):
     for skipped, unchanged, message in ranks.run(skip_twice_and_go_on, count, model):
         assert skipped == [1, 1, 0, 1, 1]
         assert unchanged
         assert message.startswith(
-            "3 optimiser steps in a row were skipped (optimizer.max_skipped_steps=3). In the last, the loss was NaN or "
-            f"infinite for rank {count - 1}: row 5, row 6, row 7, row 8, row 9, row 10. Look"
+            "3 optimiser steps in a row were skipped (optimizer.max_skipped_steps=3). In the last, the "
+            f"loss was NaN or infinite for rank {count - 1}: row 5, row 6, row 7, row 8, row 9, row 10. "
+            "Look"
         )
 
 

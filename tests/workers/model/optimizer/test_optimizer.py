@@ -50,7 +50,10 @@ ENDS_HIGH = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
             [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
         ),
         (OptimizerConfig(schedule="custom", schedule_function=OWN_SCHEDULE, warmup_steps=1), [0.5, 0.2, 0.4]),
-        (OptimizerConfig(schedule="linear", total_steps=2), [1, 0.5, 0, 0]),  # wins over the length of the run
+        (
+            OptimizerConfig(schedule="linear", total_steps=2),
+            [1, 0.5, 0, 0],
+        ),  # wins over the length of the run
     ],
 )
 def test_schedules_warm_up_and_fall_to_their_final_ratio(config, expected):
@@ -78,7 +81,9 @@ def test_a_schedule_that_ends_within_its_warm_up_is_refused():
 @pytest.mark.parametrize(("name", "decay_on", "left"), [("adamw", "matrices", 1.0), ("sgd", "all", 0.95)])
 def test_matrices_decay_and_others_if_asked(name: str, decay_on: str, left: float) -> None:
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.5, weight_decay_on=decay_on, momentum=0.0)
+    config = OptimizerConfig(
+        name=name, learning_rate=0.1, weight_decay=0.5, weight_decay_on=decay_on, momentum=0.0
+    )
     optimizer = make_optimizer([("matrix", matrix), ("vector", vector)], config)
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
@@ -99,7 +104,10 @@ def test_making_the_state_leaves_decaying_weights_and_rates_as_they_are(name: st
 
 
 def test_frozen_parameters_are_left_out():
-    trainable, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    trainable, frozen = (
+        torch.nn.Parameter(torch.ones(1)),
+        torch.nn.Parameter(torch.ones(1), requires_grad=False),
+    )
     optimizer = make_optimizer([("trainable", trainable), ("frozen", frozen)], OptimizerConfig())
     assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [trainable]
 
@@ -108,7 +116,9 @@ SHAPES = [(3, 4), (5,), (40, 3), (2, 2), (7,), (6, 6), (0, 3), (1,)]
 
 
 def trained(offload: bool) -> list[torch.Tensor]:
-    """Weights and moments after three steps of buckets of at most 20 elements. One parameter skips the second step."""
+    """Weights and moments after three steps of buckets of at most 20 elements. One parameter skips the second
+    step.
+    """
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.rand(shape, generator=generator)) for shape in SHAPES]
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.1)
@@ -121,7 +131,9 @@ def trained(offload: bool) -> list[torch.Tensor]:
                 parameter.grad = None
         optimizer.step()
         schedule.step()
-        moments = [part + 0 for state in optimizer_state(optimizer).values() for part in state.values()]  # read
+        moments = [
+            part + 0 for state in optimizer_state(optimizer).values() for part in state.values()
+        ]  # read
     return [*(parameter.detach() for parameter in parameters), *moments]
 
 
@@ -139,7 +151,8 @@ def test_steps_with_the_state_in_host_memory_are_equal_to_the_bit(small_buckets,
     expected, streams = trained(False), []
     assert all(map(torch.equal, trained(True), expected))
     monkeypatch.setattr(
-        "workers.model.optimizer.optimizer.copies_of", lambda _: streams.append(LateCopiesOfAStep()) or streams[-1]
+        "workers.model.optimizer.optimizer.copies_of",
+        lambda _: streams.append(LateCopiesOfAStep()) or streams[-1],
     )
     assert all(map(torch.equal, trained(True), expected))
     assert [stream.most_waiting for stream in streams] == [2, 2]
@@ -162,7 +175,9 @@ def test_copies_and_the_step_wait_for_each_other(small_buckets, races: StreamRac
 
 
 @pytest.mark.parametrize("left_out", ["wait", "finish"])
-def test_a_step_that_does_not_wait_for_its_copies_races(small_buckets, races: StreamRaces, monkeypatch, left_out):
+def test_a_step_that_does_not_wait_for_its_copies_races(
+    small_buckets, races: StreamRaces, monkeypatch, left_out
+):
     monkeypatch.setattr(CopyStream, left_out, lambda *_: None)
     trained(True)
     assert races.races

@@ -1,4 +1,6 @@
-"""Several LoRA policies of one engine: trained in turns as if alone, on any ranks, and back from a checkpoint."""
+"""Several LoRA policies of one engine: trained in turns as if alone, on any ranks, and back from a
+checkpoint.
+"""
 
 import itertools
 import random
@@ -20,7 +22,9 @@ from workers.errors import NonFiniteError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.1)
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.1
+)
 WORK = ("backward", "backward", "step", "backward", "step", "log_probs", "backward", "step")
 """Of each policy, in this order, between the other's."""
 COUNT = 12
@@ -94,7 +98,9 @@ def test_policies_trained_in_turns_equal_each_trained_alone_to_the_bit(
     model: str, ranks: RankPool, count: int, settings: dict[str, object]
 ) -> None:
     for alone, *together in ranks.run(all_orders, count, model, settings):
-        assert not any(torch.equal(weight, alone["b"][0][name]) for name, weight in changed(alone["a"][0]).items())
+        assert not any(
+            torch.equal(weight, alone["b"][0][name]) for name, weight in changed(alone["a"][0]).items()
+        )
         for found, policy in itertools.product(together, "ab"):
             assert found[policy][1] == alone[policy][1]
             assert_same(found[policy][0], alone[policy][0])
@@ -136,14 +142,18 @@ def loaded_and_continued(model: str, folder: str) -> Trained:
     return continued(engine)
 
 
-def test_a_checkpoint_holds_every_policy_for_any_number_of_ranks(model: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_every_policy_for_any_number_of_ranks(
+    model: str, ranks: RankPool, tmp_path: Path
+) -> None:
     (expected,) = ranks.run(saved_and_continued, 1, model, str(tmp_path / "state"))
     for count in (1, 2):
         for found in ranks.run(loaded_and_continued, count, model, str(tmp_path / "state")):
             assert_same(found[0], expected[0], 0.0 if count == 1 else 1e-9)
 
 
-def test_a_checkpoint_of_more_policies_than_model_lora_policies_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_more_policies_than_model_lora_policies_is_refused(
+    model: str, tmp_path: Path
+) -> None:
     engine = build(model, 2)
     for policy in "ab":
         engine.use_adapters(policy)
@@ -153,7 +163,9 @@ def test_a_checkpoint_of_more_policies_than_model_lora_policies_is_refused(model
         build(model, 1).load_checkpoint(tmp_path / "state")
 
 
-def test_the_only_policy_of_a_checkpoint_becomes_the_first_one_that_is_named(model: str, tmp_path: Path) -> None:
+def test_the_only_policy_of_a_checkpoint_becomes_the_first_one_that_is_named(
+    model: str, tmp_path: Path
+) -> None:
     one = build(model, 1)
     do(one, "a", 0), do(one, "a", 2)
     one.save_checkpoint(tmp_path / "state", step=1)
@@ -201,7 +213,9 @@ def test_engines_get_the_adapters_of_the_policy_in_use(model: str, tmp_path: Pat
         engine.save_adapters(tmp_path / policy)
     assert not dist.get_rank()
     for policy, files in sent.items():
-        written = {file.name: file.read_bytes() for file in (tmp_path / policy).iterdir() if file.name in files}
+        written = {
+            file.name: file.read_bytes() for file in (tmp_path / policy).iterdir() if file.name in files
+        }
         assert {name: data.tobytes() for name, data in files.items()} == written
     (first, second) = (load(files["adapter_model.safetensors"].tobytes()) for files in sent.values())
     assert first.keys() == second.keys()

@@ -79,7 +79,9 @@ def test_p3_m1_padding_and_padded_rows_leave_the_predicted_tokens_as_they_are(le
         assert_predictions_are_those_of(pack(batch), laid_out)
     cells = padded.attention_mask.bool()
     assert padded.input_ids[cells].tolist() == batch.tokens["input_ids"].tolist()
-    assert padded.position_ids[cells].tolist() == [position for length in lengths for position in range(length)]
+    assert padded.position_ids[cells].tolist() == [
+        position for length in lengths for position in range(length)
+    ]
     assert not padded.input_ids[~cells].any()
     assert not padded.position_ids[~cells].any()
 

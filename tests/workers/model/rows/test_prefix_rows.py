@@ -44,7 +44,9 @@ CPU = torch.device("cpu")
 def sequences_of(*rows: str) -> DataProto:
     """A letter a token; the first is not predicted."""
     ids = [torch.tensor([ord(letter) for letter in row]) for row in rows]
-    return DataProto.from_list([{"input_ids": part, "loss_mask": torch.arange(len(part)) > 0} for part in ids])
+    return DataProto.from_list(
+        [{"input_ids": part, "loss_mask": torch.arange(len(part)) > 0} for part in ids]
+    )
 
 
 def groups(*shapes: tuple[int, list[int]]) -> DataProto:
@@ -102,7 +104,9 @@ def test_random_trees_give_back_every_sequence(seed, count, minimum, multiple):
     row = pack_shared(sequences, multiple, minimum)
     used = sum(run.length for run in row.runs)
     assert used == sequences.num_tokens - sum(row.shared)
-    assert sorted(cell for run in row.runs for cell in range(run.first, run.first + run.length)) == list(range(used))
+    assert sorted(cell for run in row.runs for cell in range(run.first, run.first + run.length)) == list(
+        range(used)
+    )
     packed = pack(sequences)
     assert row.targets.equal(packed.targets)
     assert row.position_ids[0, row.predicting].equal(packed.position_ids[0, packed.predicting])
@@ -110,7 +114,9 @@ def test_random_trees_give_back_every_sequence(seed, count, minimum, multiple):
 
 
 def visible(row: PackedRow) -> Tensor:
-    """bool [W, W]: which cell sees which, from the runs by definition: its own before it, and those of its path."""
+    """bool [W, W]: which cell sees which, from the runs by definition: its own before it, and those of its
+    path.
+    """
     if not isinstance(row, SharedRow):
         return torch.block_diag(*(torch.ones(length, length).tril() for length in row.padded_lengths)).bool()
     width = row.input_ids.shape[1]
@@ -185,7 +191,9 @@ def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monk
         lambda q, k, v, mask, **options: calls.append(mask) or attend(q, k, v, mask, **options),
     )
     for samples, own, expected in ((40, 1, 2), (4, 60, 0)):
-        responses = [torch.cat([torch.arange(40), torch.full((own,), 100 + sample)]) for sample in range(samples)]
+        responses = [
+            torch.cat([torch.arange(40), torch.full((own,), 100 + sample)]) for sample in range(samples)
+        ]
         two = [torch.cat([torch.tensor([200 + group]), ids]) for group in range(2) for ids in responses]
         row = pack_shared(
             DataProto.from_list([{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two])
@@ -206,7 +214,9 @@ class OnCuda(Tensor):
     ids=["a short row is one call over all paths", "a long one is a call a level"],
 )
 def test_on_cuda_attention_is_one_call_where_that_copies_few_keys(prompt, responses, causal, monkeypatch):
-    """The flash kernels for CUDA are replaced by those for CPUs; the crossing is lowered to rows as small as these."""
+    """The flash kernels for CUDA are replaced by those for CPUs; the crossing is lowered to rows as small as
+    these.
+    """
     row = pack_shared(groups((prompt, responses)))
     calls: list[bool] = []
 
@@ -217,7 +227,9 @@ def test_on_cuda_attention_is_one_call_where_that_copies_few_keys(prompt, respon
     monkeypatch.setattr(shared_attention, "COPIES_OF_A_LEVEL", 2**16)
     for module in (shared_attention, merged_attention):
         monkeypatch.setattr(module, "flash_forward", forward)
-    monkeypatch.setattr(merged_attention, "flash_backward", lambda *arguments: flash_backward(*map(plain, arguments)))
+    monkeypatch.setattr(
+        merged_attention, "flash_backward", lambda *arguments: flash_backward(*map(plain, arguments))
+    )
     inputs = random_inputs(row, (4, 2), seed=0)
     found = computed(SharedAttention(row, CPU), [tensor.as_subclass(OnCuda) for tensor in inputs])
     assert calls == causal  # of each call; what a level sees of the level before is not
@@ -239,12 +251,18 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize(("way", "least", "most"), [("path", 7, 9), ("level", 32, 36)])
 def test_one_call_over_all_paths_takes_few_operators_more_than_none_shared(way, least, most, monkeypatch):
-    """As docs/gpu-benchmark.md says: on a layer's attention, forward and backward, besides the kernels themselves."""
+    """As docs/gpu-benchmark.md says: on a layer's attention, forward and backward, besides the kernels
+    themselves.
+    """
     row = pack_shared(groups((512, [64] * 16)))
     sums = torch.zeros(8, row.lengths[0])
     for module in (shared_attention, merged_attention):
-        monkeypatch.setattr(module, "flash_forward", lambda query, *_: (torch.empty_like(query), sums[:, : len(query)]))
-    monkeypatch.setattr(merged_attention, "flash_backward", lambda *given: tuple(map(torch.empty_like, given[1:4])))
+        monkeypatch.setattr(
+            module, "flash_forward", lambda query, *_: (torch.empty_like(query), sums[:, : len(query)])
+        )
+    monkeypatch.setattr(
+        merged_attention, "flash_backward", lambda *given: tuple(map(torch.empty_like, given[1:4]))
+    )
     monkeypatch.setattr(SharedAttention, "_way", lambda *_: way)
     by_token = [torch.zeros(1, row.lengths[0], heads, 16, dtype=torch.bfloat16) for heads in (8, 2, 2)]
     leaves = [tensor.transpose(1, 2).requires_grad_() for tensor in by_token]
@@ -291,7 +309,10 @@ def by_ring(row: PackedRow, inputs: list[Tensor], size: int) -> list[Tensor]:
         patch.setattr(ring_attention._Ring, "pass_on", lambda ring, tensor: ring.group.pass_on(tensor))
         parts = list(zip(*threads.map(on_rank, range(size)), strict=True))
     in_order = torch.cat(cells).argsort()
-    return [torch.cat(part, dim).index_select(dim, in_order) for part, dim in zip(parts, (1, 2, 2, 2), strict=True)]
+    return [
+        torch.cat(part, dim).index_select(dim, in_order)
+        for part, dim in zip(parts, (1, 2, 2, 2), strict=True)
+    ]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9), HEADS, st.sampled_from([2, 3, 4]))
@@ -367,9 +388,13 @@ def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once
         prefix_groups=group,
         prefix_lengths=np.where(worth, prompts, 0),
     )
-    for rows in (rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks if len(rows)):
+    for rows in (
+        rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks if len(rows)
+    ):
         ids = [torch.where(torch.arange(lengths[row]) < prompts[row], 1000 + group[row], row) for row in rows]
-        sequences = DataProto.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
+        sequences = DataProto.from_list(
+            [{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids]
+        )
         row = pack_shared(sequences, multiple, minimum)
         width = (row if row.shares else pack(sequences, multiple)).input_ids.shape[1]
         assert width <= plan.sizes[rows].sum() <= plan.max_tokens
@@ -403,11 +428,17 @@ ON_CPU = {"recurrent": False, "cuda": False, "half": False}
 def test_what_cannot_share_says_why_or_does_without(settings, features, facts, reason):
     arguments = (frozenset(features), "the model")
     assert shares_prefixes(ModelConfig(path=""), frozenset(), "the model", **ON_CPU)
-    assert shares_prefixes(ModelConfig(path=""), frozenset(), "the model", **ON_CPU | {"cuda": True, "half": True})
+    assert shares_prefixes(
+        ModelConfig(path=""), frozenset(), "the model", **ON_CPU | {"cuda": True, "half": True}
+    )
     assert not shares_prefixes(ModelConfig(path="", **settings), *arguments, **ON_CPU | facts)
     with refused(reason):
-        shares_prefixes(ModelConfig(path="", share_prefixes="always", **settings), *arguments, **ON_CPU | facts)
-    assert not shares_prefixes(ModelConfig(path="", share_prefixes="never", **settings), *arguments, **ON_CPU | facts)
+        shares_prefixes(
+            ModelConfig(path="", share_prefixes="always", **settings), *arguments, **ON_CPU | facts
+        )
+    assert not shares_prefixes(
+        ModelConfig(path="", share_prefixes="never", **settings), *arguments, **ON_CPU | facts
+    )
 
 
 def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):

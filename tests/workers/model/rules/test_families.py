@@ -1,4 +1,6 @@
-"""Every model family, in both layouts, equals one unpadded sequence at a time: log-probs, entropies and gradients."""
+"""Every model family, in both layouts, equals one unpadded sequence at a time: log-probs, entropies and
+gradients.
+"""
 
 import copy
 import json
@@ -37,7 +39,8 @@ from workers.model.rules.model_rules import check_layout
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 
-# transformers' eager attention of these takes its softmax in float32, and in float64 overflows in rows of padding.
+# transformers' eager attention of these takes its softmax in float32, and in float64 overflows in rows of
+# padding.
 PADDED_IN_FLOAT32 = ("gemma2",)
 
 
@@ -54,17 +57,23 @@ def random_model(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedM
 
 
 def gradient_tolerance(name: str, model: PreTrainedModel, tolerance: float) -> float:
-    """Gemma computes its norms in float32, and so the gradients of their weights, whatever the type of the model."""
+    """Gemma computes its norms in float32, and so the gradients of their weights, whatever the type of the
+    model.
+    """
     in_float32 = model.config.model_type.startswith("gemma") and name.endswith("norm.weight")
     return max(tolerance, 1e-6) if in_float32 else tolerance
 
 
 class Outcome:
-    """log_probs and entropy [N] of the predicted tokens, and the gradient of a fixed weighted sum of both by name."""
+    """log_probs and entropy [N] of the predicted tokens, and the gradient of a fixed weighted sum of both by
+    name.
+    """
 
     def __init__(self, log_probs: Tensor, entropy: Tensor, model: PreTrainedModel) -> None:
         self.log_probs, self.entropy, self.model = log_probs, entropy, model
-        weights = torch.randn(2, len(log_probs), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        weights = torch.randn(
+            2, len(log_probs), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         (weights[0] * log_probs + weights[1] * entropy).sum().backward()
         # The weights of an expert that no token chose may have none.
         self.gradients = {

@@ -1,4 +1,5 @@
-"""Tiny models of families that ask for more than plain attention, by the measurement that writes docs/models.md.
+"""Tiny models of families that ask for more than plain attention, by the measurement that writes
+docs/models.md.
 
 Each is loaded as a run loads it, and compared with transformers' own forward pass of one sequence at a time.
 """
@@ -35,7 +36,10 @@ def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict
 )
 def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_type):
     found = measured(model_type, tmp_path, "packed", "padded")
-    assert {name: outcome.verdict for name, outcome in found.items()} == {"packed": "exact", "padded": "exact"}, found
+    assert {name: outcome.verdict for name, outcome in found.items()} == {
+        "packed": "exact",
+        "padded": "exact",
+    }, found
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,11 @@ def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_t
     [
         ("mamba", {}, r"\(mamba\) takes no position_ids, .*\. Set model\.layout=padded"),
         ("bart", {}, r"\(bart\) takes no position_ids, .*\. Set model\.layout=padded"),
-        ("llama4_text", {}, r"with chunked_attention, attn_temperature_tuning, which model\.layout=packed does"),
+        (
+            "llama4_text",
+            {},
+            r"with chunked_attention, attn_temperature_tuning, which model\.layout=packed does",
+        ),
         (
             "llama4_text",
             {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "floor_scale": 8192},
@@ -99,5 +107,10 @@ def test_a_row_that_is_not_packed_goes_through_mixers_whole(tmp_path):
     assert any(find_mixers(layer) for layer in module.layers)
     module.model.set_attn_implementation("eager")
     ids = torch.randint(4, 100, (1, 12))
-    together, alone = module.model(ids, use_cache=False).logits, module.model(ids[:, 5:], use_cache=False).logits
-    assert not torch.allclose(together[:, 5:], alone, atol=1e-3), "the comparison cannot tell a state that is lost"
+    together, alone = (
+        module.model(ids, use_cache=False).logits,
+        module.model(ids[:, 5:], use_cache=False).logits,
+    )
+    assert not torch.allclose(together[:, 5:], alone, atol=1e-3), (
+        "the comparison cannot tell a state that is lost"
+    )

@@ -90,7 +90,9 @@ def save(path: Path, model: PreTrainedModel) -> str:
 
 
 def gpt2(path: Path) -> str:
-    return save(path, GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4)))
+    return save(
+        path, GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4))
+    )
 
 
 def granite(path: Path) -> str:
@@ -120,7 +122,12 @@ def refusal(path: str, parallel: ParallelConfig) -> str:
 
 @pytest.mark.parametrize(("save", "count", "parallel", "named"), REFUSALS)
 def test_models_that_ranks_cannot_share_are_refused_by_every_rank(
-    ranks: RankPool, tmp_path: Path, save: Callable[[Path], str], count: int, parallel: ParallelConfig, named: str
+    ranks: RankPool,
+    tmp_path: Path,
+    save: Callable[[Path], str],
+    count: int,
+    parallel: ParallelConfig,
+    named: str,
 ):
     assert all(named in text for text in ranks.run(refusal, count, save(tmp_path), parallel))
 
@@ -131,7 +138,9 @@ def waits(path: str, parallel: ParallelConfig) -> set[float]:
         ModelConfig(path=path), optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel
     )
     assert engine.checkpointer
-    groups = [each for each in dist.distributed_c10d._world.pg_map if each is not dist.GroupMember.NON_GROUP_MEMBER]
+    groups = [
+        each for each in dist.distributed_c10d._world.pg_map if each is not dist.GroupMember.NON_GROUP_MEMBER
+    ]
     assert len(groups) > 1
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return {backend.options._timeout.total_seconds() for backend in backends}
@@ -149,7 +158,9 @@ def waits(path: str, parallel: ParallelConfig) -> set[float]:
     ],
     ids=str,
 )
-def test_every_group_has_the_timeout_of_the_whole_world(ranks: RankPool, tmp_path: Path, settings: dict) -> None:
+def test_every_group_has_the_timeout_of_the_whole_world(
+    ranks: RankPool, tmp_path: Path, settings: dict
+) -> None:
     save_tiny_model(tmp_path)
     count = 4 if "context_parallel_degree" in settings else 2
     assert ranks.run(waits, count, str(tmp_path), ParallelConfig(**settings)) == [{TIMEOUT_S}] * count

@@ -1,4 +1,6 @@
-"""Models cut into stages: where they are cut, that each family computes the same there, and what cannot be cut."""
+"""Models cut into stages: where they are cut, that each family computes the same there, and what cannot be
+cut.
+"""
 
 from itertools import combinations
 from pathlib import Path
@@ -56,13 +58,20 @@ def build(path: str, parallel: ParallelConfig, rank: int = 0, trains: bool = Tru
 
 
 def what_stages_hold(paths: list[str], parallel: ParallelConfig) -> list[tuple[int, list[str]]]:
-    """(parameters of the whole model, names of this rank's) of each model; building one proves its log-probs."""
+    """(parameters of the whole model, names of this rank's) of each model; building one proves
+    its log-probs.
+    """
     engines = [build(path, parallel, trains=False) for path in paths]
-    return [(engine.num_parameters, [name for name, _ in engine.module.model.named_parameters()]) for engine in engines]
+    return [
+        (engine.num_parameters, [name for name, _ in engine.module.model.named_parameters()])
+        for engine in engines
+    ]
 
 
 def test_families_of_the_common_form_pass_the_check_in_stages(ranks: RankPool, tmp_path: Path):
-    """gemma2 scales the embedding and caps logits, gemma3 has two rotary tables, gpt_oss sinks, mixtral experts."""
+    """gemma2 scales the embedding and caps logits, gemma3 has two rotary tables, gpt_oss sinks, mixtral
+    experts.
+    """
     families = ("gemma2", "gemma3", "gpt_oss", "mixtral", "llama")
     paths = [save_tiny_model(tmp_path / family, family) for family in families]
     first, last = ranks.run(what_stages_hold, 2, paths, ParallelConfig(pipeline_parallel=2))
@@ -100,7 +109,9 @@ def tied_copies(path: str) -> Tensor | None:
 
 
 def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(ranks: RankPool, tmp_path: Path):
-    first, *between, last = ranks.run(tied_copies, 4, save_tiny_model(tmp_path / "model", num_hidden_layers=4))
+    first, *between, last = ranks.run(
+        tied_copies, 4, save_tiny_model(tmp_path / "model", num_hidden_layers=4)
+    )
     assert between == [None, None]
     assert torch.equal(first, last)
 

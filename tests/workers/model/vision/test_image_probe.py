@@ -1,4 +1,6 @@
-"""At load models are compared with images too: exact families pass, and what images would make wrong is refused."""
+"""At load models are compared with images too: exact families pass, and what images would make wrong is
+refused.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -51,13 +53,17 @@ def test_sequences_have_one_image_two_and_none_and_repeat_one(vision_model: Call
     ("family", "layout"),
     [*((family, "packed") for family in EXACT), ("qwen2_5_vl", "padded"), ("idefics3", "padded")],
 )
-def test_families_are_exact_with_images(vision_model: Callable[[str], Path], family: str, layout: str) -> None:
+def test_families_are_exact_with_images(
+    vision_model: Callable[[str], Path], family: str, layout: str
+) -> None:
     found = check_numerics(*loaded(vision_model(family), layout=layout))
     assert 0 < found.largest < 2e-5 and 0 < found.gradient < 1e-5
 
 
 @pytest.mark.parametrize("family", FOUR)
-def test_a_trained_tower_is_probed_by_a_gradient_of_its_own(vision_model: Callable[[str], Path], family: str) -> None:
+def test_a_trained_tower_is_probed_by_a_gradient_of_its_own(
+    vision_model: Callable[[str], Path], family: str
+) -> None:
     packed, config = loaded(vision_model(family), trained=True, share_prefixes="always")
     text, tower = make_probe(packed, FLOAT32).parameters
     assert text not in packed.vision.names and tower in {f"model.{name}" for name in packed.vision.names}
@@ -122,7 +128,9 @@ def refusal(path: str, parallel: ParallelConfig) -> str:
     [
         ParallelConfig(),
         ParallelConfig(context_parallel=2),
-        pytest.param(ParallelConfig(context_parallel=2, context_parallel_method="ring"), marks=pytest.mark.slow),
+        pytest.param(
+            ParallelConfig(context_parallel=2, context_parallel_method="ring"), marks=pytest.mark.slow
+        ),
         pytest.param(ParallelConfig(tensor_parallel=2), marks=pytest.mark.slow),
     ],
     ids=["shards", "ulysses", "ring", "tensor parallel"],

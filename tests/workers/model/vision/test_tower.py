@@ -1,5 +1,5 @@
-"""Images change nothing of the promise: packed, shared and on several ranks, loss and gradients are those of one
-sequence at a time by transformers, in float64.
+"""Images change nothing of the promise: packed, shared and on several ranks, loss and gradients are those of
+one sequence at a time by transformers, in float64.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ from workers.model.vision.processor import load_placeholders
 TOWERS = ("model.visual.", "model.vision", "model.connector.", "model.multi_modal_projector.")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "idefics3")
 TOLERANCE = 1e-6
-# Texts with I for an image, and which images. The first three share a prompt, the fourth has another image of its size.
+# Texts with I for an image, and which images. The first three share a prompt, the fourth has another image of
+# its size.
 SAMPLES = (
     ("count I dots: one", (0,)),
     ("count I dots: two", (0,)),
@@ -70,7 +71,9 @@ def samples(family: str, path: Path) -> DataProto:
         used = [Image(digest_of(drawn()[i]), *drawn()[i].size, png_of(drawn()[i])) for i in chosen]
         expanded, placed = placeholders.expand(ids, used, "a test")
         first = max((each.first + each.tokens for each in placed), default=1)  # images are never predicted
-        rows.append({"input_ids": torch.from_numpy(expanded), "loss_mask": torch.arange(len(expanded)) >= first})
+        rows.append(
+            {"input_ids": torch.from_numpy(expanded), "loss_mask": torch.arange(len(expanded)) >= first}
+        )
         images.append(placed)
     batch = DataProto.from_list(rows)
     batch.objects["images"] = object_column(images)
@@ -107,7 +110,9 @@ def rows_of(dp: int, rank: int) -> list[int]:
 
 def build(path: str, parallel: ParallelConfig | None = None, **settings: Any) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, vision_learning_rate=settings.pop("vision_rate", 0.0))
-    model = ModelConfig(path=path, **{"dtype": "float64", "compile": "never", "min_shared_tokens": 1} | settings)
+    model = ModelConfig(
+        path=path, **{"dtype": "float64", "compile": "never", "min_shared_tokens": 1} | settings
+    )
     engine = TrainingEngine(model, optimizer=optimizer, total_steps=9, device="cpu", parallel=parallel)
     if model.dtype == "float64":
         compute_in_float64(engine.module.model)
@@ -202,8 +207,13 @@ def test_a_trained_tower_has_its_own_rate_and_is_saved_and_resumed(
     batch = samples("qwen2_5_vl", path)
     weights, moved = ranks.run(trained_and_saved, 2, str(path), batch, str(tmp_path))[0]
     assert moved["learning_rate"] == pytest.approx(1e-2)
-    for part, rate in (("model.visual", 1e-3), ("model.language_model", 1e-2)):  # AdamW's first step is the rate
-        assert max(size for name, size in moved.items() if name.startswith(part)) == pytest.approx(rate, rel=1e-3)
+    for part, rate in (
+        ("model.visual", 1e-3),
+        ("model.language_model", 1e-2),
+    ):  # AdamW's first step is the rate
+        assert max(size for name, size in moved.items() if name.startswith(part)) == pytest.approx(
+            rate, rel=1e-3
+        )
     one = build(str(path), **TRAINED, vision_rate=1e-3)
     one.load_checkpoint(tmp_path / "checkpoint")
     assert_equal(full_weights(one), weights, 0.0)
@@ -253,7 +263,9 @@ def test_settings_that_do_not_suit_a_model_of_images_are_refused(vision_model: C
         check_model(packed, ModelConfig(path=path), pipeline, head="lm", cuda=False, half=False)
 
 
-def test_text_models_are_refused_images_and_a_trained_tower(vision_model: Callable[[str], Path], tmp_path: Path):
+def test_text_models_are_refused_images_and_a_trained_tower(
+    vision_model: Callable[[str], Path], tmp_path: Path
+):
     save_tiny_model(tmp_path)
     with refused("model.train_vision=true"):
         build(str(tmp_path), **TRAINED)
@@ -275,5 +287,7 @@ def test_a_placeholder_that_was_sampled_is_a_token(vision_model: Callable[[str],
     rows = layout.lay_out(replace(batch, tokens=batch.tokens | {"input_ids": ids}))
     assert rows.image_cells is not None
     assert rows.image_cells.tolist() == list(range(placed.first, placed.first + placed.tokens))
-    assert rows.position_ids[:, 0, -1].unique().numel() == 1  # text, after a grid of which some sides are shorter
+    assert (
+        rows.position_ids[:, 0, -1].unique().numel() == 1
+    )  # text, after a grid of which some sides are shorter
     assert int(rows.position_ids[0, 0, -1]) < len(ids) - 1
