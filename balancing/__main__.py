@@ -96,13 +96,13 @@ def _run(options: argparse.Namespace) -> None:
     batch = _batch(options, recorded)
     outcomes = {outcome.name: outcome for outcome in compare(batch)}
     names = [name for name in outcomes if not name.startswith(OURS)]
-    before = options.before or (SMALL_ENDS if batch.pipeline else names[0])
-    if before not in names:
-        raise OptionError(f"--before {before}: not compared here. Choose one of {', '.join(names)}.")
+    baseline = options.before or (SMALL_ENDS if batch.pipeline else names[0])
+    if baseline not in names:
+        raise OptionError(f"--before {baseline}: not compared here. Choose one of {', '.join(names)}.")
     console.print(_table(batch, list(outcomes.values())))
     console.print(f"\n{explain(batch.plan(**batch.prefixes))}", markup=False, highlight=False)
     if options.png:
-        figure_of([_chart(batch, outcomes[name]) for name in (before, OURS)]).savefig(options.png, dpi=160)
+        figure_of([_chart(batch, outcomes[name]) for name in (baseline, OURS)]).savefig(options.png, dpi=160)
 
 
 def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
@@ -192,11 +192,15 @@ def _cell(name: str, value: float) -> str:
 
 
 def _headline(batch: Batch) -> str:
-    defaults = {name: each.default for name, each in inspect.signature(plan_batch).parameters.items()}
-    shown = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline", "images"}
-    others = [f"{k}={v}" for k, v in batch.arguments.items() if k not in shown and v != defaults[k]]
+    defaults = {
+        name: parameter.default for name, parameter in inspect.signature(plan_batch).parameters.items()
+    }
+    shown_arguments = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline", "images"}
+    other_arguments = [
+        f"{k}={v}" for k, v in batch.arguments.items() if k not in shown_arguments and v != defaults[k]
+    ]
     counts = f"ranks: {batch.arguments['ranks']}, mini-batches: {len(batch.arguments['mini_batches'])}"
-    plan = ", ".join([counts, f"max_tokens={batch.arguments['max_tokens']:,}", *others])
+    plan = ", ".join([counts, f"max_tokens={batch.arguments['max_tokens']:,}", *other_arguments])
     stages = f", stages: {batch.pipeline.stages}" if batch.pipeline else ""
     if batch.pipeline and batch.pipeline.virtual_stages > 1:
         stages += f" of {batch.pipeline.virtual_stages} virtual stages"

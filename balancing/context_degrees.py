@@ -82,8 +82,8 @@ class ContextDegrees:
         """Return the cost of each sequence over all ranks that share it. degree_of: int64 [n]."""
         work = np.empty(len(lengths))
         for degree in np.unique(degree_of).tolist():
-            found = degree * self.costs(model, degree).workload(lengths, images)
-            work[degree_of == degree] = found[degree_of == degree]
+            costs = degree * self.costs(model, degree).workload(lengths, images)
+            work[degree_of == degree] = costs[degree_of == degree]
         return work
 
 
@@ -107,7 +107,9 @@ def fastest_parts(rows: Integers, classes: "Classes", min_count: int, plan: Plan
     `min_count`.
     """
     fixed = [
-        (classes.bound(each), ((each, len(rows)),)) for each in classes.degrees if classes.least[0] <= each
+        (classes.bound(degree), ((degree, len(rows)),))
+        for degree in classes.degrees
+        if classes.least[0] <= degree
     ]
     best = list[Part]()
     time = np.inf
@@ -117,26 +119,26 @@ def fastest_parts(rows: Integers, classes: "Classes", min_count: int, plan: Plan
         if least >= time or (len(cuts) > 1 and time <= promising[0][0] * (1 + NEAR)):
             continue
         try:
-            found = _planned(rows, cuts, min_count, plan)
+            parts = _planned(rows, cuts, min_count, plan)
         except CountError as error:
             problem = error
             continue
-        if sum(part.time for part in found) < time:
-            best = found
-            time = sum(part.time for part in found)
+        if sum(part.time for part in parts) < time:
+            best = parts
+            time = sum(part.time for part in parts)
     if not best:
         raise problem
     return best
 
 
 def _planned(rows: Integers, cuts: Cuts, min_count: int, plan: PlanPart) -> list[Part]:
-    found = list[Part]()
+    parts = list[Part]()
     start = 0
     for number, (degree, stop) in enumerate(cuts, start=1):
-        missing = min_count - sum(part.schedule.steps for part in found) if number == len(cuts) else 1
-        found.append(plan(degree, rows[start:stop], max(1, missing)))
+        missing = min_count - sum(part.schedule.steps for part in parts) if number == len(cuts) else 1
+        parts.append(plan(degree, rows[start:stop], max(1, missing)))
         start = stop
-    return found
+    return parts
 
 
 class Classes:
@@ -161,7 +163,7 @@ class Classes:
         self._sizes = sizes
         self._weights = weights
         self._tokens = np.append(0.0, np.cumsum(tokens))
-        self._work = {degree: np.append(0.0, np.cumsum(each)) for degree, each in work.items()}
+        self._work = {degree: np.append(0.0, np.cumsum(degree_work)) for degree, degree_work in work.items()}
         needed = 2 ** np.ceil(np.log2(np.maximum(1, -(-sizes // max_tokens)))).astype(np.int64)
         self.least = np.append(np.maximum.accumulate(needed[::-1])[::-1], 1)
         """int64 [n + 1], the least degree whose cap holds every sequence from i on."""
@@ -174,8 +176,8 @@ class Classes:
 
     def promising(self) -> list[tuple[float, Cuts]]:
         """Return the cuts with the least estimated time, and that time."""
-        found = sorted(self._options(self.degrees[0], 0))
-        return [each for each in found[:PLANNED] if each[0] < np.inf]
+        options = sorted(self._options(self.degrees[0], 0))
+        return [option for option in options[:PLANNED] if option[0] < np.inf]
 
     def _fastest_from(self, degree: int, start: int) -> tuple[float, Cuts]:
         return min(self._options(degree, start), default=(np.inf, ()))
@@ -194,18 +196,18 @@ class Classes:
             yield from self._divided(degree, start)
 
     def _divided(self, degree: int, start: int) -> Iterator[tuple[float, Cuts]]:
-        tried = 0
+        attempts = 0
         least = self._fastest(degree // 2, start)[0]
         for stop, time in self._micro_steps(degree, start):
             evenly = time + float(self._work[1][-1] - self._work[1][stop]) / self._ranks
-            if evenly >= least * (1 + SLACK) or tried > STEPS_TRIED[-1]:  # later cuts are slower still
+            if evenly >= least * (1 + SLACK) or attempts > STEPS_TRIED[-1]:  # later cuts are slower still
                 return
             if self.least[stop] <= degree // 2 and stop < len(self._sizes):
-                tried += 1
-                if tried in STEPS_TRIED:
-                    after, cuts = self._fastest(degree // 2, stop)
-                    least = min(least, time + after)
-                    yield time + after, ((degree, stop), *cuts)
+                attempts += 1
+                if attempts in STEPS_TRIED:
+                    rest_time, cuts = self._fastest(degree // 2, stop)
+                    least = min(least, time + rest_time)
+                    yield time + rest_time, ((degree, stop), *cuts)
 
     def _micro_steps(self, degree: int, start: int) -> Iterator[tuple[int, float]]:
         """Yield where each next micro-step ends, and the time until then: of the heaviest
@@ -242,10 +244,10 @@ class Classes:
         time = 0.0
         every = len(self._sizes)
         while start < every:
-            left = float(work[-1] - work[start]) / blocks
+            rest_time = float(work[-1] - work[start]) / blocks
             steps = np.ceil((self._tokens[-1] - self._tokens[start]) / (self._ranks * self._cap))
-            if self._weights[degree][start] * steps <= left:
-                return time + left
+            if self._weights[degree][start] * steps <= rest_time:
+                return time + rest_time
             start, level = self._next(degree, start)
             time += level
         return time

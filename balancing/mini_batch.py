@@ -130,5 +130,5 @@ class RankPlan:
 def degree_of(mini_batches: Iterable[MiniBatch]) -> Integers:
     """Return how many ranks share each sequence of the global batch, int64 [n]."""
     rows, degrees = zip(*((part.rows, part.degree_of_rows()) for part in mini_batches), strict=True)
-    found: Integers = np.concatenate(degrees)[np.argsort(np.concatenate(rows))]
-    return found
+    row_degrees: Integers = np.concatenate(degrees)[np.argsort(np.concatenate(rows))]
+    return row_degrees

@@ -88,14 +88,18 @@ def count_layers(fields: Fields) -> list[LayerCounts]:
     )  # from here on, layers have no keys and values
     counts = []
     for layer, kind in enumerate(types):
-        own = fields.of_layer(layer, layers, kind)
+        layer_fields = fields.of_layer(layer, layers, kind)
         mixer = LayerCounts(0)
         if not one_block or kind not in ("mlp", "moe"):
-            mixer = _mixer(own, kind, shares=layer >= sharing)
+            mixer = _mixer(layer_fields, kind, shares=layer >= sharing)
         weights, expert = 0, 0
         if not one_block or kind in ("mlp", "moe"):
-            weights, expert = _feed_forward(own, layer, kind, shares=layer >= sharing)
-        weights += 3 * own.integer("hidden_size") * own.integer("hidden_size_per_layer_input", default=0)
+            weights, expert = _feed_forward(layer_fields, layer, kind, shares=layer >= sharing)
+        weights += (
+            3
+            * layer_fields.integer("hidden_size")
+            * layer_fields.integer("hidden_size_per_layer_input", default=0)
+        )
         counts.append(
             LayerCounts(
                 mixer.weights + weights,
@@ -203,8 +207,8 @@ def _shared_width(fields: Fields, width: int) -> int:
     """Return the width of all experts that every token uses: one of its own width, or several as wide as the
     others.
     """
-    own = fields.integer("shared_expert_intermediate_size", default=0)
-    return own or fields.integer("n_shared_experts", default=0) * width
+    explicit_width = fields.integer("shared_expert_intermediate_size", default=0)
+    return explicit_width or fields.integer("n_shared_experts", default=0) * width
 
 
 def _inner_width(fields: Fields) -> int:

@@ -63,8 +63,8 @@ class Fields:
     def get(self, *names: str) -> Any:
         """Return the first of the names that has a value, under any of its other names, or None."""
         for name in names:
-            for other in (name, *OTHER_NAMES.get(name, ())):
-                value = self._value(other)
+            for alias in (name, *OTHER_NAMES.get(name, ())):
+                value = self._value(alias)
                 if value is not None:
                     return value
         return None
@@ -75,8 +75,8 @@ class Fields:
         """
         value: Any = self.get(*names)
         if value is None and default is None:
-            others = OTHER_NAMES.get(names[0], ())
-            called = f" (or {', '.join(others)})" if others else ""
+            aliases = OTHER_NAMES.get(names[0], ())
+            called = f" (or {', '.join(aliases)})" if aliases else ""
             raise CostModelError(f"the model config has no {' or '.join(names)}{called}.")
         value = default if value is None else value
         return int(value[0] if isinstance(value, (list, tuple)) else value)
@@ -97,12 +97,12 @@ class Fields:
         lists = {
             name: value[layer] for name, value in self._config.items() if _is_for_each_layer(value, layers)
         }
-        own = dict(_as_mapping(self._config.get("per_layer_config") or {}).get(str(layer)) or {})
+        layer_fields = dict(_as_mapping(self._config.get("per_layer_config") or {}).get(str(layer)) or {})
         if kind == "full_attention" and self._value("global_head_dim"):
-            own.setdefault("head_dim", self._value("global_head_dim"))
+            layer_fields.setdefault("head_dim", self._value("global_head_dim"))
             if self._value("attention_k_eq_v") and self._value("num_global_key_value_heads"):
-                own.setdefault("num_key_value_heads", self._value("num_global_key_value_heads"))
-        return Fields(self._config | lists | own)
+                layer_fields.setdefault("num_key_value_heads", self._value("num_global_key_value_heads"))
+        return Fields(self._config | lists | layer_fields)
 
     def _value(self, name: str) -> Any:
         parts = (_as_mapping(self._config[part]) for part in PARTS if self._config.get(part) is not None)

@@ -202,18 +202,25 @@ class Plan:
         """Return the patches of each sequence's images, without those that another of the micro-batch
         computes.
         """
-        found = self.settings.patches(self.images, self.lengths)
-        return found if self.shared is None else found - self.settings.patches(self.images, self.shared)
+        patches = self.settings.patches(self.images, self.lengths)
+        return patches if self.shared is None else patches - self.settings.patches(self.images, self.shared)
 
     @property
     def prefixes(self) -> dict[str, Any]:
         """Return the arguments of `plan_batch` about prefixes and images, empty without them."""
-        found: dict[str, Any] = {} if self.images is None else {"images": self.images.given}
+        arguments: dict[str, Any] = {} if self.images is None else {"images": self.images.given}
         if self.shared_prefixes is None:
-            return found
-        found |= {"prefix_groups": self.shared_prefixes.group, "prefix_lengths": self.shared_prefixes.tokens}
+            return arguments
+        arguments |= {
+            "prefix_groups": self.shared_prefixes.group,
+            "prefix_lengths": self.shared_prefixes.tokens,
+        }
         depths = self.shared_prefixes.tree
-        return found if depths is None else found | {"tree_order": depths.order, "tree_depths": depths.tokens}
+        return (
+            arguments
+            if depths is None
+            else arguments | {"tree_order": depths.order, "tree_depths": depths.tokens}
+        )
 
     def for_rank(self, rank: int) -> RankPlan:
         """Return one rank's part. Raises OptionError for an unknown rank."""
@@ -251,7 +258,9 @@ class Plan:
         """
         pipeline = self.settings.pipeline
         times = self.predicted_times()
-        return np.array([each.sum() if pipeline is None else makespan(pipeline, each) for each in times])
+        return np.array(
+            [step_times.sum() if pipeline is None else makespan(pipeline, step_times) for step_times in times]
+        )
 
 
 def plan_batch(
@@ -326,32 +335,34 @@ def plan_batch(
     in_loss = loss_token_counts(loss_tokens, tokens)
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
-    found = Images.of(images, len(tokens))
-    workloads = settings.cost_model.workload(tokens, found)
-    patches = settings.patches(found, tokens)
+    checked_images = Images.of(images, len(tokens))
+    workloads = settings.cost_model.workload(tokens, checked_images)
+    patches = settings.patches(checked_images, tokens)
     check_patches(patches, settings.max_patches)
-    given = (prefix_groups, prefix_lengths)
+    prefixes = (prefix_groups, prefix_lengths)
     tree = (tree_order, tree_depths)
-    if settings.layout == "padded" and any(each is not None for each in given):
+    if settings.layout == "padded" and any(prefix_array is not None for prefix_array in prefixes):
         raise OptionError("prefix_lengths are shared with layout='packed' only")
-    measure = partial(settings.cost_model.workload, images=found)
-    shared_prefixes = checked_prefixes(*given, *tree, tokens, settings.length_multiple, measure)
-    shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, found))
+    measure = partial(settings.cost_model.workload, images=checked_images)
+    shared_prefixes = checked_prefixes(*prefixes, *tree, tokens, settings.length_multiple, measure)
+    shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, checked_images))
     batch = _Batch(
-        tokens, sizes, workloads, in_loss, group_of, shared_prefixes, found, patches, shared_patches
+        tokens, sizes, workloads, in_loss, group_of, shared_prefixes, checked_images, patches, shared_patches
     )
     at_degrees = (
-        {each: batch.at_degree(settings, each) for each in context_degrees.choices} if context_degrees else {}
+        {degree: batch.at_degree(settings, degree) for degree in context_degrees.choices}
+        if context_degrees
+        else {}
     )
     planned = [_mini_batch(rows, batch, settings, at_degrees) for rows in members]
     if context_degrees is not None:
-        workloads = settings.workload(tokens, found, degree_of(planned))
+        workloads = settings.workload(tokens, checked_images, degree_of(planned))
     if shared_prefixes is None:
-        return Plan(tuple(planned), tokens, workloads, settings, images=found)
+        return Plan(tuple(planned), tokens, workloads, settings, images=checked_images)
     shared = np.zeros_like(tokens)
     for part in planned:
         shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
-    return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, found)
+    return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, checked_images)
 
 
 def default_order(algorithm: str, *, pipelined: bool) -> Order:
@@ -384,12 +395,12 @@ class _Batch:
         shared = self.shared_prefixes
         if shared is None or self.shared_patches is None or micro_batch is None:
             return alone, np.arange(len(rows))
-        found = shared.select(rows)
+        prefixes = shared.select(rows)
         patches = self.shared_patches.select(rows)
-        tokens, images = (each.shared_tokens(micro_batch) for each in (found, patches))
+        tokens, images = (measure.shared_tokens(micro_batch) for measure in (prefixes, patches))
         return np.stack(
-            [alone[0] - tokens, found.computed(alone[1], micro_batch), alone[2] - images]
-        ), found.group
+            [alone[0] - tokens, prefixes.computed(alone[1], micro_batch), alone[2] - images]
+        ), prefixes.group
 
 
 def _mini_batch(
@@ -420,9 +431,9 @@ def _by_degree(
 ) -> list[Part]:
     rows = rows[np.lexsort((rows, -batch.sizes[rows], -batch.workloads[rows]))]
     once = np.zeros_like(rows)
-    used = {degree: each.used(rows, once)[0] for degree, each in at_degrees.items()}
-    weights = {degree: each.workloads[rows] for degree, each in at_degrees.items()}
-    work = {degree: each[1] for degree, each in used.items()}
+    used = {degree: degree_batch.used(rows, once)[0] for degree, degree_batch in at_degrees.items()}
+    weights = {degree: degree_batch.workloads[rows] for degree, degree_batch in at_degrees.items()}
+    work = {degree: measures[1] for degree, measures in used.items()}
     classes = Classes(batch.sizes[rows], weights, used[1][0], work, settings.ranks, settings.max_tokens)
 
     def plan(degree: int, part: Integers, min_count: int) -> Part:
@@ -444,11 +455,15 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
     while True:
         schedule, ordered = _scheduled(rows, batch, replace(settings, min_count=steps))
         used = batch.used(ordered, schedule.grouping.group_of)
-        found = spread_patches(schedule, batch.used(ordered)[0], *used, caps, settings.max_patches)
-        if found is not None:
-            if found is not schedule and settings.order != "makespan":
-                found = arranged(found, batch.used(ordered, found.grouping.group_of)[0][1], settings.order)
-            return found, ordered
+        spread_schedule = spread_patches(schedule, batch.used(ordered)[0], *used, caps, settings.max_patches)
+        if spread_schedule is not None:
+            if spread_schedule is not schedule and settings.order != "makespan":
+                spread_schedule = arranged(
+                    spread_schedule,
+                    batch.used(ordered, spread_schedule.grouping.group_of)[0][1],
+                    settings.order,
+                )
+            return spread_schedule, ordered
         steps = schedule.steps + 1 + schedule.steps // MORE_STEPS
 
 

@@ -44,15 +44,15 @@ def data_file(records: Records, name: str, run_dir: str) -> str:
     return str(file)
 
 
-def _line(record: Any, where: str) -> str:
+def _line(record: Any, place: str) -> str:
     if not isinstance(record, Mapping):
         raise DataError(
-            f"{where} is a {type(record).__name__}, not a mapping of columns to values. Make it one."
+            f"{place} is a {type(record).__name__}, not a mapping of columns to values. Make it one."
         )
     try:
         return json.dumps(dict(record), default=_plain) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}. Give texts, numbers, lists and mappings.") from None
+        raise DataError(f"{place} is not JSON: {error}. Give texts, numbers, lists and mappings.") from None
 
 
 def _plain(value: Any) -> Any:

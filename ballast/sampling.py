@@ -40,13 +40,13 @@ class Evaluation:
     def read(cls, folder: Path) -> "Evaluation":
         """Read the evaluation in a folder. Raises OSError if there is none."""
         facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
-        found = facts["metrics"]
+        metrics = facts["metrics"]
         intervals = {
             name: Interval(one["low"], one["high"], one["method"])
-            for name, one in found.items()
+            for name, one in metrics.items()
             if one["method"]
         }
-        return cls(folder, {name: one["value"] for name, one in found.items()}, intervals, facts)
+        return cls(folder, {name: one["value"] for name, one in metrics.items()}, intervals, facts)
 
 
 def evaluate(
@@ -67,9 +67,14 @@ def evaluate(
     the functions in the run's settings. reward, overrides and exceptions: as for `fit`. An override without
     effect is refused.
     """
-    given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
+    options = {
+        "model": str(model),
+        "reward": reward,
+        "output": _path("output", output),
+        "trust_run": trust_run,
+    }
     return Evaluation.read(
-        _run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **given)
+        _run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **options)
     )
 
 
@@ -91,9 +96,14 @@ def generate(
     `evaluate`, but a reward is optional.
     """
     check_type("prompts", prompts, int)
-    given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
+    options = {
+        "model": str(model),
+        "reward": reward,
+        "output": _path("output", output),
+        "trust_run": trust_run,
+    }
     folder = _run(
-        GenerateConfig, finish_generation, config, overrides, "data.train", data, prompts=prompts, **given
+        GenerateConfig, finish_generation, config, overrides, "data.train", data, prompts=prompts, **options
     )
     return folder / SAMPLES
 
@@ -108,17 +118,19 @@ def _run(
     **options: Any,
 ) -> Path:
     """Make the samples and return their folder. key: setting that `data` replaces. options: of JobRequest."""
-    given = tuple(as_overrides(overrides, known_keys(schema)))
+    assignments = tuple(as_overrides(overrides, known_keys(schema)))
     if data is not None:
-        run_dir = BaseRunConfig().dir if config is None else load_settings(schema, config, given).run.dir
-        given = (*given, f"{key}={data_file(data, 'data', run_dir)}")
-        given += ("data.sources={}",) if key == "data.train" else ()
+        run_dir = (
+            BaseRunConfig().dir if config is None else load_settings(schema, config, assignments).run.dir
+        )
+        assignments = (*assignments, f"{key}={data_file(data, 'data', run_dir)}")
+        assignments += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
         request = JobRequest(
-            settings=tuple(as_overrides(config, known_keys(schema))), overrides=given, **options
+            settings=tuple(as_overrides(config, known_keys(schema))), overrides=assignments, **options
         )
     else:
-        request = JobRequest(_path("config", config), overrides=given, **options)
+        request = JobRequest(_path("config", config), overrides=assignments, **options)
     with handlers_kept():
         settings, start = prepare_job(schema, finish, request)
         start()

@@ -22,25 +22,25 @@ def load_settings(
     schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values
 ) -> Schema:
     """Read a file, a mapping, or (None) only the overrides. Raises ConfigError as `load`."""
-    known = known_keys(schema)
+    keys = known_keys(schema)
     check_type("config", config, str, Path, Mapping, type(None))
     if isinstance(config, Mapping):
-        return load_as(schema, None, [*as_overrides(config, known), *as_overrides(overrides, known)])
-    return load_as(schema, config, as_overrides(overrides, known))
+        return load_as(schema, None, [*as_overrides(config, keys), *as_overrides(overrides, keys)])
+    return load_as(schema, config, as_overrides(overrides, keys))
 
 
 def known_keys(schema: type[TrainingConfig]) -> set[str]:
-    return {found.key for found in settings(schema())}
+    return {setting.key for setting in settings(schema())}
 
 
-def as_overrides(values: Values, known: Collection[str]) -> list[str]:
-    """Return each value as `key=value`, in YAML. known: all keys. A mapping below a key is its value.
+def as_overrides(values: Values, keys: Collection[str]) -> list[str]:
+    """Return each value as `key=value`, in YAML. keys: all keys. A mapping below a key is its value.
 
     Raises ConfigError for a value that YAML cannot represent.
     """
     if isinstance(values, Mapping):
         try:
-            return [f"{key}={_yaml(key, value)}" for key, value in leaves(values, known)]
+            return [f"{key}={_yaml(key, value)}" for key, value in leaves(values, keys)]
         except RecursionError:
             raise ConfigError("a mapping of settings holds itself, or is nested too deep.") from None
     return listed(
@@ -50,10 +50,12 @@ def as_overrides(values: Values, known: Collection[str]) -> list[str]:
 
 def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
     """Return an argument as a list. Raises ConfigError unless each item is allowed."""
-    found = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
-    if not all(map(allowed, found)):
+    entries = (
+        list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
+    )
+    if not all(map(allowed, entries)):
         raise ConfigError(f"{name}={shown(values)}: expected {wanted}.")
-    return found
+    return entries
 
 
 def check_type(name: str, value: Any, *types: type) -> None:

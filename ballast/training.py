@@ -57,7 +57,7 @@ class Result:
         # Apart, because a table of both has empty cells: step 0 trains nothing, and few steps validate.
         rows = RunFolder(folder).metrics
         trained = [_of_validation(row, False) for row in rows if row["step"]]
-        validations = [found for row in rows if len(found := _of_validation(row, True)) > 1]
+        validations = [validation_row for row in rows if len(validation_row := _of_validation(row, True)) > 1]
         return cls(folder, summary, trained, validations)
 
     def __repr__(self) -> str:
@@ -99,9 +99,11 @@ def fit(
 
     settings = load_settings(Config, config, overrides)
     _give_data(settings, train, validation)
-    given = {**give_rewards(settings.reward, reward), **give_step(settings.run, step)}
-    own = step if callable(step) else None
-    return _result(settings, callbacks, lambda callbacks: prepare(settings, given, callbacks, own))
+    functions = {**give_rewards(settings.reward, reward), **give_step(settings.run, step)}
+    step_function = step if callable(step) else None
+    return _result(
+        settings, callbacks, lambda callbacks: prepare(settings, functions, callbacks, step_function)
+    )
 
 
 @contextmanager
@@ -189,9 +191,11 @@ def _result(
     callbacks: Sequence["Callback"],
     prepare: Callable[[Sequence["Callback"]], Callable[[], None] | None],
 ) -> Result:
-    given = listed("callbacks", callbacks, callable, "a list of functions of a step and its metrics")
+    checked_callbacks = listed(
+        "callbacks", callbacks, callable, "a list of functions of a step and its metrics"
+    )
     with handlers_kept():
-        start = prepare(given)
+        start = prepare(checked_callbacks)
         if start is not None:
             start()
     return Result.read(settings.run_folder)

@@ -62,22 +62,22 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
 
 def prepare(
     config: Config,
-    given: GivenFunctions = NONE_GIVEN,
+    functions: GivenFunctions = NONE_GIVEN,
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> Callable[[], None] | None:
     """Check everything, and return the function that starts the run, or None for a resumed run without steps
     left.
 
-    given: functions passed to the call. step: replaces run.step. callbacks: see `training_loop.train`. Raises
-    ConfigError, DataError or ResourceError.
+    functions: passed to the call. step: replaces run.step. callbacks: see `training_loop.train`.
+    Raises ConfigError, DataError or ResourceError.
     """
-    check(config, given)
+    check(config, functions)
     if finished(config, config.run.steps, f"run.steps={config.run.steps}"):
         return None
     return prepare_start(
         config,
-        lambda log: read_inputs(config, log, given),
+        lambda log: read_inputs(config, log, functions),
         lambda inputs, console: run(config, inputs, console, callbacks, step),
     )
 
@@ -89,7 +89,7 @@ def dry_run(config: Config, request: Arguments) -> None:
     elsewhere = [
         path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)
     ]
-    tried = None
+    trial = None
     problems = Problems()
     with problems.collecting():
         if not request.cluster:
@@ -101,30 +101,30 @@ def dry_run(config: Config, request: Arguments) -> None:
         sys.stdout.flush()  # processes of users' code may write there too
     with problems.collecting():
         if not elsewhere:  # fails in seconds, and measuring memory takes a minute
-            tried = try_inputs(config)
+            trial = try_inputs(config)
     problems.raise_all()
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
     print("\n== inputs ==")
     prompts: list[int] = []
-    for line in _input_lines(config, tried, elsewhere, prompts):
+    for line in _input_lines(config, trial, elsewhere, prompts):
         print(line, flush=True)
     if request.cluster:
         print_time(config, request.cluster, request.time, prompts)
 
 
 def _input_lines(
-    config: Config, tried: Tried | None, elsewhere: Sequence[str], prompts: list[int]
+    config: Config, trial: Tried | None, elsewhere: Sequence[str], prompts: list[int]
 ) -> Iterator[str]:
-    """tried: None if some data is elsewhere. prompts: receives the tokens of every prompt, if a tokenizer is
+    """trial: None if some data is elsewhere. prompts: receives the tokens of every prompt, if a tokenizer is
     there.
     """
-    if tried is None:
+    if trial is None:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
     else:
-        yield from tried_lines(config, tried)
+        yield from tried_lines(config, trial)
         if read_model_files(config.model.path, "model.path").tokenizer:
-            inputs = tokenized(config, tried)
+            inputs = tokenized(config, trial)
             prompts += [tokens for source in inputs.sources for tokens in source.lengths]
             yield from prompt_lines(inputs)
     yield from numerics_lines(config)
@@ -145,9 +145,9 @@ def run(
         f"warning: {warning}" for warning in (*warnings(config), *inputs.answer_warnings, *inputs.warnings)
     ]
     for dataset in filter(None, (*inputs.sources, inputs.validation)):
-        for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
+        for count, outcome in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:
-                lines.append(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
+                lines.append(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {outcome}")
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as run:

@@ -42,10 +42,10 @@ def learn(group: "WorkerGroup", batch: RemoteBatch, plan: Plan, loss: Any) -> Me
             group.forward_backward.remote(batch, one, loss),
             group.optimizer_step.remote(last=number == last),
         ]
-    found: list[Metrics] = [call.result() for call in calls]
-    for metrics in found[::2]:
+    call_metrics: list[Metrics] = [call.result() for call in calls]
+    for metrics in call_metrics[::2]:
         metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
-    return merge(found)
+    return merge(call_metrics)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Passed:
 
 def tokens_of(tokens: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
     """Fetch token columns, row by row."""
-    found = RemoteBatch({}, {name: tokens[name] for name in names}).gather()
-    return [tuple(np.asarray(found.row(row)[name]) for name in names) for row in range(len(found))]
+    batch = RemoteBatch({}, {name: tokens[name] for name in names}).gather()
+    return [tuple(np.asarray(batch.row(row)[name]) for name in names) for row in range(len(batch))]
 
 
 def token_batch(
@@ -125,7 +125,7 @@ def token_batch(
     ids = [tokens.row(row)["input_ids"] for row in range(len(rows))]
     masks = [tokens.row(row)["loss_mask"].astype(bool) for row in range(len(rows))]
     starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in masks]
-    prompts = object_column([each[:start].tobytes() for each, start in zip(ids, starts, strict=True)])
+    prompts = object_column([row_ids[:start].tobytes() for row_ids, start in zip(ids, starts, strict=True)])
     light = {
         "uid": np.array(uids),
         "sample": np.zeros(len(rows), np.int64),
@@ -134,14 +134,14 @@ def token_batch(
         "response_tokens": np.array([int(mask.sum()) for mask in masks], np.int64),
         "prompt_hash": np.unique(prompts, return_inverse=True)[1],
         "prefix_hashes": object_column(
-            [prefix_hashes(each, start) for each, start in zip(ids, starts, strict=True)]
+            [prefix_hashes(row_ids, start) for row_ids, start in zip(ids, starts, strict=True)]
         ),
         "truncated": np.zeros(len(rows), bool),
         "group_number": np.arange(len(rows)),
         "sample_number": np.arange(len(rows)),
     }
-    given = {name: np.asarray(values) for name, values in columns.items()}
-    return RemoteBatch.of_block(ray.put(tokens), light | given, names)
+    arrays = {name: np.asarray(values) for name, values in columns.items()}
+    return RemoteBatch.of_block(ray.put(tokens), light | arrays, names)
 
 
 def with_columns(batch: RemoteBatch, columns: Mapping[str, Any]) -> RemoteBatch:
@@ -158,18 +158,18 @@ def with_columns(batch: RemoteBatch, columns: Mapping[str, Any]) -> RemoteBatch:
     return batch
 
 
-def part_of(run: "Run", batch: RemoteBatch, rows: np.ndarray, of: str) -> tuple[RemoteBatch, Plan]:
+def part_of(run: "Run", batch: RemoteBatch, rows: np.ndarray, pass_name: str) -> tuple[RemoteBatch, Plan]:
     """Return rows of a batch and their plan, whose denominators count the whole batch."""
     counted = ~batch["truncated"] if run.config.reward.truncated == "mask" else np.ones(len(batch), bool)
     batch = with_loss_counts(batch, [np.flatnonzero(counted)])
     part = batch.select(rows[counted[rows]])
-    plan = run.planner.forward_plan(part, of)
+    plan = run.planner.forward_plan(part, pass_name)
     learns = counted & (batch["response_tokens"] > 0)
     (mini_batch,) = plan.mini_batches
-    whole = replace(
+    full_mini_batch = replace(
         mini_batch,
         loss_tokens=int(batch["response_tokens"][learns].sum()),
         sequences=int(learns.sum()),
         groups=len(np.unique(batch["group_number"][learns])),
     )
-    return part, replace(plan, mini_batches=(whole,))
+    return part, replace(plan, mini_batches=(full_mini_batch,))

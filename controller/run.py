@@ -137,8 +137,8 @@ class Run(TrainingRun[Config]):
         record = self.record
         samples = rollout.batch
         version = self.weight_version
-        shown = max(RECORDED_SAMPLES, self.config.run.log_completions)
-        record.samples(rollout.with_texts(shown, self.roles.rewards.read), batch, self.prompt_text)
+        text_count = max(RECORDED_SAMPLES, self.config.run.log_completions)
+        record.samples(rollout.with_texts(text_count, self.roles.rewards.read), batch, self.prompt_text)
         left_out = len(samples) - len(set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)))
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(left_out)})
         if self.config.rollout.sampling.max_thinking_tokens:
@@ -152,9 +152,11 @@ class Run(TrainingRun[Config]):
         if self.config.algorithm.compares_groups and not self.config.algorithm.kl_in_reward.coefficient:
             share = advantages.share_without_signal(samples["reward"], samples["uid"])
             record.add({"rollout/groups_without_signal": share})
-        if own := self.functions.get("run.metrics"):
-            found = own(columns_of(samples, own.names, rollout.by_sample, self.buffer.record_of))
-            record.add({name: float(number) for name, number in found.items()})
+        if custom_function := self.functions.get("run.metrics"):
+            metrics = custom_function(
+                columns_of(samples, custom_function.names, rollout.by_sample, self.buffer.record_of)
+            )
+            record.add({name: float(number) for name, number in metrics.items()})
         if self.config.run.record_samples:
             with record.phase("record"):
                 write_step(step_file(self.folder, self.number), rollout)
@@ -164,26 +166,28 @@ class Run(TrainingRun[Config]):
         `images`.
         """
         key = self.config.data.prompt_key
-        (found,) = self.buffer.prompts.take(int(uid), 1)
-        shown = shown_prompt(found.columns[key], found.image_names)
-        text = {"prompt": shown, "record": other_columns(found.columns, key)}
-        return text | ({"images": thumbnails(self.folder, found.images)} if found.images else {})
+        (prompt,) = self.buffer.prompts.take(int(uid), 1)
+        display_text = shown_prompt(prompt.columns[key], prompt.image_names)
+        text = {"prompt": display_text, "record": other_columns(prompt.columns, key)}
+        return text | ({"images": thumbnails(self.folder, prompt.images)} if prompt.images else {})
 
     def measure(self) -> dict[str, float]:
         record = self.record
         engines = self.roles.rollouts
         loads = self.roles.take_weight_loads()
         record.timeline.weight_loads(loads)
-        found = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
+        metrics = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
         if record.rollout is not None:
-            found |= throughput(
+            metrics |= throughput(
                 record.rollout.batch, record.trained, record.seconds, self.config.batch.epochs
             )
         if self.config.rollout.max_staleness and loads:
             recomputed = sum(load.recompute_seconds for of_engine in loads.values() for load in of_engine)
-            found["rollout/kv_recompute_seconds"] = recomputed / len(loads)
+            metrics["rollout/kv_recompute_seconds"] = recomputed / len(loads)
         if judge := self.roles.judge:
-            found |= judge.take_metrics()
+            metrics |= judge.take_metrics()
             for kind, failures in judge.take_failures().items():
                 record.add_failures(kind, failures)
-        return found | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}
+        return (
+            metrics | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}
+        )

@@ -157,10 +157,10 @@ def with_reference_log_probs(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     if not run.config.uses_reference:
         return batch
     with on_training_roles(run, "log_probs"):
-        found = run.roles.of_reference("log_probs")(
+        outputs = run.roles.of_reference("log_probs")(
             batch, run.planner.forward_plan(batch, "reference.log_probs")
         )
-    return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
+    return batch.with_tokens(reference_log_probs=outputs.tokens["log_probs"])
 
 
 def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
@@ -173,14 +173,14 @@ def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     if not config.uses_teacher:
         return batch
     teacher = run.roles.teacher or run.roles.policy
-    read, given = {
+    read, arguments = {
         "token": ("teacher_log_probs", ()),
         "top_k": ("top_tokens", (settings.top_k, config.vocabulary)),
         "vocabulary": ("hidden_states", ()),
     }[settings.over]
     prompts = {uid: run.buffer.prompts.take(int(uid), 1)[0] for uid in set(batch["uid"].tolist())}
     names, taught = taught_by(config.teacher, batch, prompts)
-    found: dict[str, np.ndarray] = {}
+    columns: dict[str, np.ndarray] = {}
     with on_training_roles(run, "log_probs"):
         if settings.over == "vocabulary" and run.roles.teacher is None:
             teacher.take_teacher_layer(teacher.output_layer()[0])
@@ -188,9 +188,9 @@ def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
             rows = np.flatnonzero(names == name)
             of_teacher = taught.select(rows)
             plan = run.planner.forward_plan(of_teacher, "teacher.log_probs")
-            for column, places in getattr(teacher, read)(of_teacher, plan, name, *given).tokens.items():
-                found.setdefault(column, np.empty(len(batch), object))[rows] = places
-    return batch.with_tokens(**found)
+            for column, places in getattr(teacher, read)(of_teacher, plan, name, *arguments).tokens.items():
+                columns.setdefault(column, np.empty(len(batch), object))[rows] = places
+    return batch.with_tokens(**columns)
 
 
 def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
@@ -206,41 +206,41 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     algorithm = run.config.algorithm
     planner = run.planner
     critic = run.roles.critic
-    whole = batch
+    full_batch = batch
     batch = newly_sampled(batch)
     with on_training_roles(run, "advantages"):
         weight, kl = _kl_in_reward(run, batch)
         penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
         if critic is not None:
             plan = planner.forward_plan(batch, "critic.values")
-            found = critic.advantages(
+            outputs = critic.advantages(
                 _credited(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per
             )
-            run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
-            batch = batch.with_tokens(**found.tokens)
+            run.record.add(prefixed("critic", advantages.value_metrics(outputs.metrics)))
+            batch = batch.with_tokens(**outputs.tokens)
         elif run.config.uses_token_returns:
             plan = planner.forward_plan(batch, "policy.log_probs")
             settings = (algorithm.gamma, penalty)
-            found = run.roles.policy.token_advantages(
+            outputs = run.roles.policy.token_advantages(
                 _credited(run, batch), plan, *settings, algorithm.gamma_per
             )
-            batch = batch.with_tokens(**found.tokens)
+            batch = batch.with_tokens(**outputs.tokens)
         elif algorithm.advantage == "gigpo":
             plan = planner.forward_plan(batch, "policy.log_probs")
             penalised = batch.with_columns(reward=batch["reward"] - weight * kl)
-            found = run.roles.policy.turn_advantages(_credited(run, penalised), plan)
-            batch = batch.with_tokens(**found.tokens)
+            outputs = run.roles.policy.turn_advantages(_credited(run, penalised), plan)
+            batch = batch.with_tokens(**outputs.tokens)
         elif has_offsets(batch):
             batch = batch.with_columns(by_turn=of_sessions(algorithm, batch, batch["reward"] - weight * kl))
-            found = run.roles.policy.turn_advantages(batch, planner.forward_plan(batch, "policy.log_probs"))
-            batch = batch.with_tokens(**found.tokens)
+            outputs = run.roles.policy.turn_advantages(batch, planner.forward_plan(batch, "policy.log_probs"))
+            batch = batch.with_tokens(**outputs.tokens)
         else:
             rewards = batch["reward"] - weight * kl
-            own = run.functions.get("algorithm.advantage_function")
+            custom_function = run.functions.get("algorithm.advantage_function")
             batch = batch.with_columns(
-                advantages=advantages.sequence_advantages(algorithm, batch, rewards, own)
+                advantages=advantages.sequence_advantages(algorithm, batch, rewards, custom_function)
             )
-    batch = run.replay.with_advantages(whole, batch)
+    batch = run.replay.with_advantages(full_batch, batch)
     run.record.trains_on(batch)
     return batch
 
@@ -282,8 +282,8 @@ def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> di
         run.planner.plan(learned(batch, run.config.reward), epoch.mini_batches, "critic.update")
         for epoch in epochs
     ]
-    found = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
-    metrics = {name: value for name, value in found.items() if name in CRITIC_METRICS}
+    update_metrics = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
+    metrics = {name: value for name, value in update_metrics.items() if name in CRITIC_METRICS}
     run.record.add(prefixed("critic", metrics))
     return metrics
 

@@ -129,7 +129,7 @@ class TrainingRun(ABC, Generic[Settings]):
         times = self.roles.take_micro_step_times()
         fitter = self.cost_fitter
         self.record.micro_steps(times, self.planner.cost_model)
-        policy = {actor: found for actor, found in times.items() if actor.startswith("policy")}
+        policy = {actor: actor_times for actor, actor_times in times.items() if actor.startswith("policy")}
         self.record.add(prefixed("balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))))
         self.planner.cost_model, self.planner.stages = fitter.cost_model, fitter.stages
 
@@ -218,10 +218,10 @@ def _complete_step(
 
 def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
     """Set `run.progress` to the state after `step`. scores: of the last validation."""
-    before = run.progress.before if step else scores
+    scores_before = run.progress.before if step else scores
     state = run.state()
     refit = run.cost_fitter.state()
-    run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)
+    run.progress = replace(run.progress, step=step, before=scores_before, latest=scores, refit=refit, **state)
 
 
 def save_what_is_due(run: TrainingRun[Any], step: int) -> None:
@@ -238,15 +238,15 @@ def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Ex
     view = None
     try:
         for callback in callbacks:
-            given: dict[str, Any] = dict(run.record.metrics)
+            metrics: dict[str, Any] = dict(run.record.metrics)
             try:
                 if takes_run(callback):
                     view = view or RunView(run.folder, run.model, run.record.all_samples())
-                    callback(step, given, view)
+                    callback(step, metrics, view)
                 else:
-                    callback(step, given)
+                    callback(step, metrics)
             finally:
-                run.record.add({name: as_metric(name, value) for name, value in given.items()})
+                run.record.add({name: as_metric(name, value) for name, value in metrics.items()})
     except Exception as error:
         return error
     return None

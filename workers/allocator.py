@@ -16,8 +16,8 @@ NAME = "expandable_segments"
 
 def settings(environment: dict[str, str] | None = None) -> str:
     """Return the user's settings, or ours."""
-    given = os.environ if environment is None else environment
-    return next(filter(None, map(given.get, VARIABLES)), f"{NAME}:True")
+    variables = os.environ if environment is None else environment
+    return next(filter(None, map(variables.get, VARIABLES)), f"{NAME}:True")
 
 
 def use_settings() -> None:
@@ -30,8 +30,8 @@ def fixed_segments() -> Iterator[None]:
     not used.
     """
     # torch resets whatever a text leaves out.
-    others = [part for part in settings().split(",") if not part.strip().startswith(NAME)]
-    _set(",".join([*others, f"{NAME}:False"]))
+    parts = [part for part in settings().split(",") if not part.strip().startswith(NAME)]
+    _set(",".join([*parts, f"{NAME}:False"]))
     try:
         yield
     finally:

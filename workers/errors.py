@@ -141,11 +141,11 @@ def _shadowed_package(error: BaseException) -> str:
         return ""
     folder = Path(file).parent.resolve()
     elsewhere = [path for path in sys.path if Path(path or ".").resolve() != folder]
-    other = PathFinder.find_spec(package, elsewhere)
+    spec = PathFinder.find_spec(package, elsewhere)
     if (
-        other is None
-        or not other.origin
-        or Path(other.origin).parent.resolve() == folder
+        spec is None
+        or not spec.origin
+        or Path(spec.origin).parent.resolve() == folder
         or "site-packages" in file
     ):
         return ""

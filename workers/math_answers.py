@@ -53,7 +53,7 @@ class MathAnswer:
     @property
     def is_mathematics(self) -> bool:
         """Whether math-verify can compare it, not only its text."""
-        return any(not isinstance(each, str) for each in self.expressions)
+        return any(not isinstance(expression, str) for expression in self.expressions)
 
     def equals(self, other: "MathAnswer") -> bool:
         """Whether `other`, of a response, is this record's answer."""
@@ -74,8 +74,8 @@ class MathAnswer:
 def read_expected(answer: Any) -> MathAnswer:
     """Read a record's answer: a text, a number, or a list with one of them. Raises DataError for another."""
     text = _text_of(answer)
-    whole = WHOLE.fullmatch(text)
-    return _read_bare(whole[1]) if whole else _read_marked(text) or _read_bare(text)
+    match = WHOLE.fullmatch(text)
+    return _read_bare(match[1]) if match else _read_marked(text) or _read_bare(text)
 
 
 def examine_answers(answers: Sequence[Any]) -> dict[str, list[Any]]:
@@ -145,8 +145,8 @@ def _read_marked(text: str) -> MathAnswer | None:
 
     if BOX.search(text):
         contents, rest = last_boxes(text)
-        after = parse(rest) if FINAL_SENTENCE in rest.lower() else []
-        return MathAnswer(after, "") if after else _read_bare(contents)
+        expressions = parse(rest) if FINAL_SENTENCE in rest.lower() else []
+        return MathAnswer(expressions, "") if expressions else _read_bare(contents)
     if MARKED_MATHEMATICS.search(text):
         return MathAnswer(parse(text), squeezed(text))
     return _read_bare(text.rpartition(FINAL)[2]) if FINAL in text else None

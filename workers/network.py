@@ -18,22 +18,24 @@ def use_rays_interface() -> None:
     import psutil
     import ray
 
-    interfaces = {name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()}
-    given = {*os.environ, *variables_in(nccl_files(os.environ))}
-    os.environ.update(socket_variables(ray.util.get_node_ip_address(), interfaces, given))
+    interfaces = {
+        name: [address.address for address in addresses] for name, addresses in psutil.net_if_addrs().items()
+    }
+    user_variables = {*os.environ, *variables_in(nccl_files(os.environ))}
+    os.environ.update(socket_variables(ray.util.get_node_ip_address(), interfaces, user_variables))
 
 
 def socket_variables(
-    address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]
+    address: str, interfaces: Mapping[str, Iterable[str]], user_variables: Container[str]
 ) -> dict[str, str]:
-    """Return the variables to set, except those in `given`. Behind a NAT no interface has the
+    """Return the variables to set, except those in `user_variables`. Behind a NAT no interface has the
     address: none.
     """
     name = interface_of(address, interfaces)
     if name is None:
         return {}
     variables = {GLOO: name, NCCL: f"={name}"}  # without "=" NCCL would match eth10, too
-    return {variable: value for variable, value in variables.items() if variable not in given}
+    return {variable: value for variable, value in variables.items() if variable not in user_variables}
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
@@ -41,15 +43,17 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str |
     if wanted is None:
         return None
     for name, addresses in interfaces.items():
-        found = [parsed for parsed in map(_parsed, addresses) if parsed is not None]
-        if wanted in found or (wanted.is_loopback and any(each.is_loopback for each in found)):
+        ip_addresses = [parsed for parsed in map(_parsed, addresses) if parsed is not None]
+        if wanted in ip_addresses or (
+            wanted.is_loopback and any(address.is_loopback for address in ip_addresses)
+        ):
             return name
     return None
 
 
 def nccl_files(environment: Mapping[str, str]) -> list[Path]:
-    own = environment.get("NCCL_CONF_FILE")
-    return [Path(own) if own else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
+    user_file = environment.get("NCCL_CONF_FILE")
+    return [Path(user_file) if user_file else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
 
 
 def variables_in(files: Iterable[Path]) -> set[str]:

@@ -71,12 +71,12 @@ def template_of(folder: Path, file: str = "") -> Template | None:
     special_tokens = _special_tokens(folder, settings)
     if file:
         return Template(read_template(file), special_tokens)
-    found: Any = settings.get("chat_template")
+    template: Any = settings.get("chat_template")
     if (folder / "chat_template.json").is_file():
-        found = _of_file(folder / "chat_template.json").get("chat_template")
-    texts: dict[Any, Any] = {DEFAULT: found}
-    if isinstance(found, list):
-        texts = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        template = _of_file(folder / "chat_template.json").get("chat_template")
+    texts: dict[Any, Any] = {DEFAULT: template}
+    if isinstance(template, list):
+        texts = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
     files = {
         DEFAULT: folder / "chat_template.jinja",
         TOOLS: folder / "additional_chat_templates" / f"{TOOLS}.jinja",
@@ -136,7 +136,7 @@ def variables_of(template: str) -> Variables:
         for node in macro.find_all(nodes.Name)
         for parameter in macro.args
     }
-    asked = {
+    optional_names = {
         node.node.name
         for node in tree.find_all((nodes.Test, nodes.Filter))
         if node.name in ASKING
@@ -146,15 +146,15 @@ def variables_of(template: str) -> Variables:
     words = {node.attr for node in tree.find_all(nodes.Getattr)}
     words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     return Variables(
-        frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - asked)), frozenset(words)
+        frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - optional_names)), frozenset(words)
     )
 
 
 def check_read(template: str, options: Iterable[str]) -> None:
     """Raise ConfigError for options that the template never reads. Compiles it, as `variables_of` does."""
     if unread := sorted(set(options) - (variables_of(template).read if options else set())):
-        known = sorted(variables_of(template).arguments)
-        advice = f"It reads {', '.join(known)}" if known else "It reads no arguments and no tools"
+        arguments = sorted(variables_of(template).arguments)
+        advice = f"It reads {', '.join(arguments)}" if arguments else "It reads no arguments and no tools"
         raise ConfigError(f"the chat template never reads {unread[0]!r}. {advice}.")
 
 
@@ -168,19 +168,19 @@ def time_limit(seconds: float, setting: str) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it took more than {setting}={seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    old_handler = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    found = settings | _of_file(folder / "special_tokens_map.json")
+    tokens = settings | _of_file(folder / "special_tokens_map.json")
     plain = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()
+        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
     }
     return {
         name: token for name, token in plain.items() if name.endswith("_token") and isinstance(token, str)
@@ -202,23 +202,23 @@ READ_OF_TOOLS = {*READ_OF_MESSAGES, "tool_call_id", "name"}
 """Keys of answers of tools: the last two say to which call they belong."""
 
 
-def with_images(prompt: Any, column: Any, where: str) -> tuple[Any, list[Any]]:
+def with_images(prompt: Any, column: Any, place: str) -> tuple[Any, list[Any]]:
     """Return a cleaned prompt with bare parts for its images, and the images, in order.
 
     column: the record's images, or one. Texts of messages then hold `<image>` where they have no part for it.
-    Raises DataError, naming `where`, for images in both.
+    Raises DataError, naming `place`, for images in both.
     """
-    given = [] if column is None else column if isinstance(column, list) else [column]
+    images = [] if column is None else column if isinstance(column, list) else [column]
     if isinstance(prompt, str):
-        return prompt, given
+        return prompt, images
     parts = image_parts(prompt)
     inside = [part["image"] for part in parts if "image" in part]
-    if inside and given:
-        raise DataError(f"{where} has images in its messages and in data.image_key. Give them once.")
-    splits = bool(given) and not parts
+    if inside and images:
+        raise DataError(f"{place} has images in its messages and in data.image_key. Give them once.")
+    splits = bool(images) and not parts
     return [
         m | {"content": _bare(m["content"], splits)} if "content" in m else m for m in prompt
-    ], inside or given
+    ], inside or images
 
 
 def image_parts(messages: Messages) -> list[dict[str, Any]]:
@@ -229,12 +229,12 @@ def image_parts(messages: Messages) -> list[dict[str, Any]]:
 
 def with_image_parts(messages: Messages, parts: Sequence[dict[str, Any]]) -> Messages:
     """Replace the image parts of cleaned messages, in order."""
-    left = iter(parts)
+    remaining_parts = iter(parts)
 
     def changed(content: Any) -> Any:
         if not isinstance(content, list):
             return content
-        return [next(left) if part["type"] == "image" else part for part in content]
+        return [next(remaining_parts) if part["type"] == "image" else part for part in content]
 
     return [m | {"content": changed(m["content"])} if "content" in m else m for m in messages]
 
@@ -261,19 +261,19 @@ def _bare(content: Any, splits: bool) -> Any:
     return [*texts[0], *(part for text in texts[1:] for part in (IMAGE_PART, *text))]
 
 
-def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
+def options_of(record: Mapping[str, Any], run: Options, place: str) -> Options:
     """Return the run's options, overridden by a record's `tools` and `chat_template_arguments`.
 
-    Both columns may be JSON in a text. Raises DataError, naming the record `where`, for other values.
+    Both columns may be JSON in a text. Raises DataError, naming the record `place`, for other values.
     """
-    arguments = _parsed(record, "chat_template_arguments", dict, where)
-    if arguments and (found := sorted(arguments.keys() & set(RESERVED))):
+    arguments = _parsed(record, "chat_template_arguments", dict, place)
+    if arguments and (reserved := sorted(arguments.keys() & set(RESERVED))):
         raise DataError(
-            f"{where} has a chat template argument {found[0]!r}, which is set otherwise. Leave it out."
+            f"{place} has a chat template argument {reserved[0]!r}, which is set otherwise. Leave it out."
         )
-    tools = _parsed(record, "tools", list, where)
+    tools = _parsed(record, "tools", list, place)
     options = (
-        run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, where) for tool in tools]})
+        run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, place) for tool in tools]})
     )
     return (
         options
@@ -282,25 +282,25 @@ def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
     )
 
 
-def _parsed(record: Mapping[str, Any], column: str, kind: type, where: str) -> Any:
+def _parsed(record: Mapping[str, Any], column: str, kind: type, place: str) -> Any:
     value = record.get(column)
     try:
-        found = json.loads(value) if isinstance(value, str) else without_nulls(value)
+        content = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except ValueError:
-        found = value
-    if found is not None and not isinstance(found, kind):
+        content = value
+    if content is not None and not isinstance(content, kind):
         raise DataError(
-            f"{where} has {column!r} of type {type(found).__name__}. Give a {kind.__name__}, or its JSON."
+            f"{place} has {column!r} of type {type(content).__name__}. Give a {kind.__name__}, or its JSON."
         )
-    return found
+    return content
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    tool = _parsed({"tools": tool}, "tools", dict, where)
+def _tool(tool: Any, place: str) -> dict[str, Any]:
+    tool = _parsed({"tools": tool}, "tools", dict, place)
     function = tool.get("function", tool) if tool else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(
-            f"{where} has a tool without a name. Give each of 'tools' a name, description and parameters."
+            f"{place} has a tool without a name. Give each of 'tools' a name, description and parameters."
         )
     return tool if "function" in tool else {"type": "function", "function": tool}
 
@@ -350,15 +350,15 @@ class Renderer:
         tokenizer.chat_template = read_template(file)
         return cls(tokenizer, vocabulary, timeout_s, source="model.chat_template")
 
-    def expand(self, ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[np.ndarray, Placed]:
+    def expand(self, ids: np.ndarray, images: Sequence[Image], place: str) -> tuple[np.ndarray, Placed]:
         """Replace placeholders in ids of a rendered text by the images' tokens. Raises DataError, naming
-        `where`.
+        `place`.
         """
         if self.placeholders is not None:
-            return self.placeholders.expand(ids, images, where)
+            return self.placeholders.expand(ids, images, place)
         if images:
             raise DataError(
-                f"{where} has images, which model.path does not read. Set data.image_key to an empty text."
+                f"{place} has images, which model.path does not read. Set data.image_key to an empty text."
             )
         return ids, ()
 
@@ -366,50 +366,53 @@ class Renderer:
         """Return the number of placeholders."""
         return 0 if self.placeholders is None else int(np.sum(ids == self.placeholders.id))
 
-    def prompt_ids(self, prompt: Any, where: str, options: Options | None = None) -> np.ndarray:
-        """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `where`."""
+    def prompt_ids(self, prompt: Any, place: str, options: Options | None = None) -> np.ndarray:
+        """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `place`."""
         if isinstance(prompt, str):
-            whole, bare = (self._encoded(prompt, where, add_special_tokens=own) for own in (True, False))
-            start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-            ids = bare if bare[:start] == whole[:start] else [*whole[:start], *bare]
+            full_ids, bare = (
+                self._encoded(prompt, place, add_special_tokens=adds_special)
+                for adds_special in (True, False)
+            )
+            start = next((i for i in range(len(full_ids)) if full_ids[i : i + len(bare)] == bare), 0)
+            ids = bare if bare[:start] == full_ids[:start] else [*full_ids[:start], *bare]
         else:
-            options = (options or {}) | self.end(prompt, where)
-            text = self.text(prompt, where, **options)
-            self.check_shown(prompt, where, **options)
-            ids = self.ids(text, where)
+            options = (options or {}) | self.end(prompt, place)
+            text = self.text(prompt, place, **options)
+            self.check_shown(prompt, place, **options)
+            ids = self.ids(text, place)
         if len(ids) == 0:
-            raise DataError(f"{where} has an empty prompt.")
+            raise DataError(f"{place} has an empty prompt.")
         return np.asarray(ids, dtype=np.int32)
 
-    def end(self, prompt: Messages, where: str) -> dict[str, bool]:
-        """Return the option for the end of a prompt. Raises DataError, naming `where`, unless it
+    def end(self, prompt: Messages, place: str) -> dict[str, bool]:
+        """Return the option for the end of a prompt. Raises DataError, naming `place`, unless it
         may end so.
         """
         if prompt[-1]["role"] != "assistant":
             return {"add_generation_prompt": True}
         if not self.continue_last:
             raise DataError(
-                f"{where} ends with an assistant's message. Set data.continue_last_message=true to have it "
+                f"{place} ends with an assistant's message. Set data.continue_last_message=true to have it "
                 "continued, or leave it out."
             )
         return {"continue_final_message": True}
 
-    def text(self, messages: Messages, where: str, **options: Any) -> str:
-        """Render cleaned messages with options of `apply_chat_template`. Raises DataError, naming `where`."""
-        self._check_template(where)
+    def text(self, messages: Messages, place: str, **options: Any) -> str:
+        """Render cleaned messages with options of `apply_chat_template`. Raises DataError, naming `place`."""
+        self._check_template(place)
         try:
-            if given := options.keys() - CONTROLS:
-                check_read(self.tokenizer.get_chat_template(tools=options.get("tools")), given)
+            if names := options.keys() - CONTROLS:
+                check_read(self.tokenizer.get_chat_template(tools=options.get("tools")), names)
             return self._formed(messages, **options)
         except ConfigError as error:
-            raise DataError(f"{where} is not rendered: {error}") from None
+            raise DataError(f"{place} is not rendered: {error}") from None
         except DataError as error:
             raise DataError(
-                f"{where} is not rendered by the chat template of {self.source}: {error}."
+                f"{place} is not rendered by the chat template of {self.source}: {error}."
             ) from None
         except Exception as error:  # templates may raise anything
             raise DataError(
-                f"{where} is not rendered by the chat template of {self.source}: {named(error)}."
+                f"{place} is not rendered by the chat template of {self.source}: {named(error)}."
             ) from error
 
     def as_read(self, messages: Messages, where: str, options: Options) -> Messages:
@@ -428,33 +431,35 @@ class Renderer:
             ) from None
         return [{name: value for name, value in m.items() if name in kept} for m in formed]
 
-    def ids(self, text: str, where: str) -> list[int]:
-        return self._encoded(text, where, add_special_tokens=False)
+    def ids(self, text: str, place: str) -> list[int]:
+        return self._encoded(text, place, add_special_tokens=False)
 
-    def ids_behind(self, text: str, last: int | None, where: str) -> list[int]:
-        """Return ids of a text behind the id `last`, or None. Raises DataError, naming `where`."""
-        anchor, start = self._anchor(text, last, where)
-        return self.ids(anchor + text, where)[start:]
+    def ids_behind(self, text: str, last: int | None, place: str) -> list[int]:
+        """Return ids of a text behind the id `last`, or None. Raises DataError, naming `place`."""
+        anchor, start = self._anchor(text, last, place)
+        return self.ids(anchor + text, place)[start:]
 
-    def ids_and_ends(self, text: str, where: str, last: int | None = None) -> tuple[list[int], np.ndarray]:
-        """Return `ids_behind`, and where each ends in the text. Raises DataError, naming `where`."""
+    def ids_and_ends(self, text: str, place: str, last: int | None = None) -> tuple[list[int], np.ndarray]:
+        """Return `ids_behind`, and where each ends in the text. Raises DataError, naming `place`."""
         if not self.tokenizer.is_fast:
             raise DataError(
-                f"{where}: the tokenizer of model.path has no fast form, which tells tokens' places."
+                f"{place}: the tokenizer of model.path has no fast form, which tells tokens' places."
             )
-        anchor, start = self._anchor(text, last, where)
-        found = self._tokenized(anchor + text, where, add_special_tokens=False, return_offsets_mapping=True)
-        ends = np.array([end for _, end in found["offset_mapping"][start:]], np.int64)
-        return found["input_ids"][start:], ends - len(anchor)
+        anchor, start = self._anchor(text, last, place)
+        encoding = self._tokenized(
+            anchor + text, place, add_special_tokens=False, return_offsets_mapping=True
+        )
+        ends = np.array([end for _, end in encoding["offset_mapping"][start:]], np.int64)
+        return encoding["input_ids"][start:], ends - len(anchor)
 
-    def _anchor(self, text: str, last: int | None, where: str) -> tuple[str, int]:
+    def _anchor(self, text: str, last: int | None, place: str) -> tuple[str, int]:
         """Return what a text behind an id is encoded behind, and the number of its ids."""
         if last is None or not text or not self._puts_blank:
             return "", 0
-        anchor = find_anchor(self.tokenizer, partial(self.ids, where=where), text, last)
+        anchor = find_anchor(self.tokenizer, partial(self.ids, place=place), text, last)
         if anchor is None:
             raise DataError(
-                f"{where}: the tokenizer of model.path puts a blank before a text that follows token "
+                f"{place}: the tokenizer of model.path puts a blank before a text that follows token "
                 f"{last}, {self.tokenizer.decode([last])!r}, and the text cannot be encoded without it. "
                 "Give a tokenizer without a prefix space."
             )
@@ -464,27 +469,27 @@ class Renderer:
     def _puts_blank(self) -> bool:
         return puts_blank(self.tokenizer)
 
-    def marked(self, messages: Messages, where: str, **options: Any) -> tuple[list[int], np.ndarray]:
+    def marked(self, messages: Messages, place: str, **options: Any) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming
-        `where`.
+        `place`.
         """
-        self.text(messages, where, **options)
+        self.text(messages, place, **options)
         options |= {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._applied(self._forms_for(options).apply(messages), **options)
-        return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
+        encoding = self._applied(self._forms_for(options).apply(messages), **options)
+        return self.checked(encoding["input_ids"], place), np.array(encoding["assistant_masks"], dtype=bool)
 
-    def check_shown(self, messages: Messages, where: str, **options: Any) -> None:
-        """Raise DataError, naming `where`, if the template leaves out the content or the calls of a cleaned
+    def check_shown(self, messages: Messages, place: str, **options: Any) -> None:
+        """Raise DataError, naming `place`, if the template leaves out the content or the calls of a cleaned
         message.
 
         Conversations of the same roles and options are tried once.
         """
-        self._check_template(where)
+        self._check_template(place)
         try:
-            self._note_unread(messages, where, options)
+            self._note_unread(messages, place, options)
         except DataError as error:
             raise DataError(
-                f"{where} is not rendered by the chat template of {self.source}: {error}."
+                f"{place} is not rendered by the chat template of {self.source}: {error}."
             ) from None
         key = (
             *map(_structure, messages),
@@ -493,34 +498,34 @@ class Renderer:
         if key in self._shown:
             return
         if hidden := first_hidden(partial(self._formed, **options), messages):
-            number, what = hidden
+            number, part = hidden
             raise DataError(
-                f"{where}: the chat template of {self.source} leaves out the {what} of message "
-                f"{number + 1}, of role {messages[number]['role']!r}. {advice(messages[number], what)}."
+                f"{place}: the chat template of {self.source} leaves out the {part} of message "
+                f"{number + 1}, of role {messages[number]['role']!r}. {advice(messages[number], part)}."
             )
         self._shown.add(key)
 
-    def _check_template(self, where: str) -> None:
+    def _check_template(self, place: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
-                f"{where} holds chat messages, but the tokenizer of model.path has no chat template."
+                f"{place} holds chat messages, but the tokenizer of model.path has no chat template."
             )
 
-    def _note_unread(self, messages: Messages, where: str, options: Options) -> None:
+    def _note_unread(self, messages: Messages, place: str, options: Options) -> None:
         words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
         for message in self._forms_for(options).apply(messages):
             role = message["role"]
             if role not in words and role not in ROLES:
                 self.unread.setdefault(
                     role,
-                    f"{where}: the chat template of {self.source} shows the role {role!r} and does not know "
+                    f"{place}: the chat template of {self.source} shows the role {role!r} and does not know "
                     f"it. Rename it to one of {', '.join(ROLES)}.",
                 )
             keys = {name for name, value in message.items() if value not in (None, "", [], {})}
             for name in sorted(keys - words - (READ_OF_TOOLS if role == "tool" else READ_OF_MESSAGES)):
                 self.unread.setdefault(
                     f"{role}.{name}",
-                    f"{where}: the chat template of {self.source} never reads the key {name!r} of messages "
+                    f"{place}: the chat template of {self.source} never reads the key {name!r} of messages "
                     f"of role {role!r}. Rename or remove it.",
                 )
 
@@ -541,23 +546,23 @@ class Renderer:
         with time_limit(self.timeout_s, TIMEOUT_SETTING):
             return self.tokenizer.apply_chat_template(messages, **options)
 
-    def _encoded(self, text: str, where: str, **options: bool) -> list[int]:
-        return list(self._tokenized(text, where, **options)["input_ids"])
+    def _encoded(self, text: str, place: str, **options: bool) -> list[int]:
+        return list(self._tokenized(text, place, **options)["input_ids"])
 
-    def _tokenized(self, text: str, where: str, **options: bool) -> Any:
+    def _tokenized(self, text: str, place: str, **options: bool) -> Any:
         try:
             text.encode()  # tokenizers' errors say less about half a character
         except UnicodeEncodeError as error:
-            raise DataError(f"{where} cannot be encoded as Unicode: {named(error)}.") from None
-        found = self.tokenizer(text, **options)
-        self.checked(found["input_ids"], where)
-        return found
+            raise DataError(f"{place} cannot be encoded as Unicode: {named(error)}.") from None
+        encoding = self.tokenizer(text, **options)
+        self.checked(encoding["input_ids"], place)
+        return encoding
 
-    def checked(self, ids: list[int], where: str) -> list[int]:
-        """Return the ids. Raises DataError, naming `where`, for an id that the model lacks."""
+    def checked(self, ids: list[int], place: str) -> list[int]:
+        """Return the ids. Raises DataError, naming `place`, for an id that the model lacks."""
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             raise DataError(
-                f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the "
+                f"{place} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the "
                 f"model's vocabulary of {self.vocabulary}. Give the tokenizer that model.path was trained "
                 "with."
             )
@@ -569,7 +574,7 @@ def render_isolated(
     prompts: Sequence[tuple[Messages, Options]],
     options: Options,
     tokens: Sequence[str],
-    which: str,
+    name: str,
     *,
     answered: bool,
     timeout_s: float,
@@ -578,13 +583,13 @@ def render_isolated(
     rendered.
 
     options: of the run. tokens: texts of special tokens. answered: whether prompts end with a response.
-    Raises ConfigError, naming `which`.
+    Raises ConfigError, naming `name`.
     """
     render = "workers.trials:render_prompts"
-    tried = [(template.text_for(given), one, given) for one, given in prompts]
+    trials = [(template.text_for(given), one, given) for one, given in prompts]
     examined = template.text_for(options), options, list(tokens)
     try:
-        given = (tried, template.special_tokens, answered, examined, which)
+        given = (trials, template.special_tokens, answered, examined, name)
         return ask(render, *given, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
-        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts. Fix the template.") from None
+        raise ConfigError(f"{name} {error} on the first {len(prompts)} prompts. Fix the template.") from None

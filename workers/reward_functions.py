@@ -15,8 +15,8 @@ from workers.math_answers import read_expected, read_response
 
 def exact_match(response: str, answer: str) -> dict[str, float | str]:
     """1 if the response equals the answer, ignoring white space around them."""
-    given = response.strip()
-    return {"reward": float(given == answer.strip()), "answer": given}
+    response_text = response.strip()
+    return {"reward": float(response_text == answer.strip()), "answer": response_text}
 
 
 def math(response: str, answer: Any) -> dict[str, float | str]:
@@ -43,10 +43,10 @@ def last_match(response: str, pattern: str, values: Mapping[str, float] | None =
     """Return the number in the last match's group, or its value by `values`. Raises ValueError without a
     match.
     """
-    found = [*re.finditer(pattern, response)]
-    if not found:
+    matches = [*re.finditer(pattern, response)]
+    if not matches:
         raise ValueError(f"no match of {pattern!r}")
-    return float(found[-1][1]) if values is None else values[found[-1][1].upper()]
+    return float(matches[-1][1]) if values is None else values[matches[-1][1].upper()]
 
 
 def length(response: str) -> float:
@@ -64,15 +64,17 @@ def reasoning_gym(
     from reasoning_gym.utils import extract_answer
 
     name = metadata["source_dataset"]
-    given = extract_answer(response) or response.strip()
+    response_answer = extract_answer(response) or response.strip()
     if name in ("arc_agi", "rearc"):  # their boards are tuples, which records hold as lists
         metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
     dataset = _dataset(name, json.dumps(metadata["options"], sort_keys=True))
     try:
-        score = dataset.score_answer(given, {"question": question, "answer": answer, "metadata": metadata})
+        score = dataset.score_answer(
+            response_answer, {"question": question, "answer": answer, "metadata": metadata}
+        )
     except Exception:  # such as of prime_factorization, for words
         score = 0.0
-    return {"reward": float(score), "answer": given}
+    return {"reward": float(score), "answer": response_answer}
 
 
 @cache

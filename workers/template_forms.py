@@ -109,8 +109,8 @@ class TemplateForms:
         names = [name for name in THOUGHTS if message.get(name)]
         if not names or not self.thoughts or set(names) & set(self.thoughts):
             return message
-        others = {name: value for name, value in message.items() if name not in names}
-        return others | {self.thoughts[0]: message[names[0]]}
+        other_fields = {name: value for name, value in message.items() if name not in names}
+        return other_fields | {self.thoughts[0]: message[names[0]]}
 
 
 def parsed_json(value: Any) -> Any:
@@ -138,10 +138,8 @@ def try_forms(render: Render) -> TemplateForms:
     contents = TemplateForms(shows(PROBE), shows([{"type": "text", "text": PROBE}]))
 
     def rendered(*messages: dict[str, Any]) -> str:
-        shown = [
-            m | {"content": contents._content(m["content"], number)} for number, m in enumerate(messages)
-        ]
-        return _tried(render, shown)
+        chat = [m | {"content": contents._content(m["content"], number)} for number, m in enumerate(messages)]
+        return _tried(render, chat)
 
     arguments, empty = _call_forms(rendered)
     call = _calling(json.dumps({"a": "1"}) if arguments == TEXT else {"a": "1"}, empty)
@@ -150,11 +148,11 @@ def try_forms(render: Render) -> TemplateForms:
         name for name in THOUGHTS if any(PROBE in rendered(QUESTION, turn | {name: PROBE}) for turn in turns)
     )
     roles = {}
-    shown = {
+    visible_roles = {
         role: PROBE in rendered({"role": role, "content": PROBE}, QUESTION)
         for role in ("system", "developer")
     }
-    if shown["system"] and not shown["developer"]:
+    if visible_roles["system"] and not visible_roles["developer"]:
         roles["developer"] = "system"  # OpenAI's newer name
     return TemplateForms(contents.texts, contents.parts, arguments, empty, thoughts, roles)
 
@@ -201,7 +199,7 @@ def first_hidden(render: Render, messages: Messages) -> tuple[int, str] | None:
     text = _tried(render, probed)
     plain = None
     for number, message in enumerate(messages):
-        for what, probe, written in _probes(message, number):
+        for part, probe, written in _probes(message, number):
             if probe in text:
                 continue
             plain = _tried(render, messages) if plain is None else plain
@@ -209,7 +207,7 @@ def first_hidden(render: Render, messages: Messages) -> tuple[int, str] | None:
                 continue
             if message["role"] == "assistant" and probe in _tried(render, probed[: number + 1]):
                 continue
-            return number, what
+            return number, part
     return None
 
 
@@ -258,16 +256,16 @@ def _probes(message: dict[str, Any], number: int) -> Iterator[tuple[str, str, st
         yield f"call {place + 1}", f"called {number}-{place}.", ""
 
 
-def advice(message: Mapping[str, Any], what: str, known: Sequence[str] = ROLES) -> str:
+def advice(message: Mapping[str, Any], part: str, roles: Sequence[str] = ROLES) -> str:
     """Return how to mend a message that a template leaves out."""
     role = message["role"]
-    if what == CONTENT and message.get("tool_calls"):
+    if part == CONTENT and message.get("tool_calls"):
         return "Leave its content empty, or set model.chat_template to a template that shows it beside calls"
-    if what == "call 1" and message.get("content"):
+    if part == "call 1" and message.get("content"):
         return "Leave its content empty, or set model.chat_template to a template that shows both"
-    if what != CONTENT:
+    if part != CONTENT:
         return "Set model.chat_template to a template that shows it, or leave it out"
-    better = FOREIGN_ROLES.get(role) or next(iter(get_close_matches(role, known, 1)), "")
+    better = FOREIGN_ROLES.get(role) or next(iter(get_close_matches(role, roles, 1)), "")
     if better and better != role:
         return f"Rename the role to {better!r}"
     return "Move or remove it, or set model.chat_template to a template that shows it there"

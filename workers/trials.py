@@ -46,13 +46,13 @@ def try_loss(
 
     loss = make_policy_loss(replace(config, distillation=DistillationConfig()))  # it needs a model
     mask = torch.tensor([False, True, True, False, True, True, True])
-    made: dict[str, torch.Tensor] = dict.fromkeys(tokens, -torch.ones(len(mask)))
-    made |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}
+    token_columns: dict[str, torch.Tensor] = dict.fromkeys(tokens, -torch.ones(len(mask)))
+    token_columns |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}
     objects = {name: column for name, column in columns.items() if column.dtype.kind in "OU"}
     numbers = {name: torch.from_numpy(column) for name, column in columns.items() if name not in objects}
-    batch = DataProto(torch.tensor([3, 4]), made, numbers, objects, meta)
+    batch = DataProto(torch.tensor([3, 4]), token_columns, numbers, objects, meta)
     denominators = Denominators(tokens=5.0, sequences=2.0, groups=2.0)
-    for what, part in (("two sequences", batch), ("no sequence", batch.slice(0, 0))):
+    for description, part in (("two sequences", batch), ("no sequence", batch.slice(0, 0))):
         try:
             (part,) = prepare(loss, [part], denominators)
             row = pack(with_work(part))
@@ -64,9 +64,9 @@ def try_loss(
             _take_gradient(value, log_probs)
             to_metrics([statistics])
         except BallastError as error:
-            raise ConfigError(f"{key}={name!r}, tried on {what}: {clause(error)}.") from None
+            raise ConfigError(f"{key}={name!r}, tried on {description}: {clause(error)}.") from None
         except RAISED as error:
-            raise ConfigError(f"{key}={name!r}, tried on {what}, raised {named(error)}.") from None
+            raise ConfigError(f"{key}={name!r}, tried on {description}, raised {named(error)}.") from None
 
 
 def _take_gradient(value: Any, log_probs: Any) -> None:
@@ -93,13 +93,14 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
 
     mesh = make_parallel(torch.device("cpu")).sharding
     shapes = {"model.layers.0.mlp.up_proj.weight": (64, 64), "model.norm.weight": (64,)}
-    given = {
-        each: torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh)) for each, shape in shapes.items()
+    parameters = {
+        parameter_name: torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh))
+        for parameter_name, shape in shapes.items()
     }
     step = 0
     schedule = f"optimizer.schedule_function={config.schedule_function!r}"
     try:
-        rate = make_schedule(make_optimizer(given.items(), config), config, total_steps).lr_lambdas[0]
+        rate = make_schedule(make_optimizer(parameters.items(), config), config, total_steps).lr_lambdas[0]
         for step in range(min(total_steps, MOST_STEPS)):
             if not 0 <= (factor := rate(step)) < math.inf:
                 raise ConfigError(
@@ -121,24 +122,30 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
     module = load_module(key, name)
     from transformers.utils import get_json_schema
 
-    own = [each for each, f in vars(module).items() if isfunction(f) and f.__module__ == module.__name__]
-    names = getattr(module, "__all__", [each for each in own if not each.startswith("_")])
-    tools: dict[str, Any] = {each: getattr(module, each, None) for each in names}
+    own_names = [
+        tool_name
+        for tool_name, f in vars(module).items()
+        if isfunction(f) and f.__module__ == module.__name__
+    ]
+    names = getattr(
+        module, "__all__", [tool_name for tool_name in own_names if not tool_name.startswith("_")]
+    )
+    tools: dict[str, Any] = {tool_name: getattr(module, tool_name, None) for tool_name in names}
     if not tools:
         raise ConfigError(
             f"{key}={name}: it has no public function. Define one with type hints and a docstring."
         )
     schemas = []
-    for each, tool in tools.items():
+    for tool_name, tool in tools.items():
         try:
             schemas.append(get_json_schema(tool))
         except Exception as error:  # transformers has several
             raise ConfigError(
-                f"{key}={name}: {each} has no schema: {clause(error)}. Give every argument a type hint, and "
-                "a line under `Args:` in the docstring."
+                f"{key}={name}: {tool_name} has no schema: {clause(error)}. Give every argument a type "
+                "hint, and a line under `Args:` in the docstring."
             ) from None
         if problem := problem_of_tool(tool):
-            raise ConfigError(f"{key}={name}: {each} cannot be called: {problem}.")
+            raise ConfigError(f"{key}={name}: {tool_name} cannot be called: {problem}.")
     return {"packed": packed_text(key, name, module, tools), "schemas": schemas}
 
 
@@ -147,20 +154,20 @@ def render_prompts(
     special: dict[str, Any],
     answered: bool,
     examined: Any,
-    which: str,
+    template_name: str,
 ) -> dict[str, Any] | None:
     """Render chat messages by a template, each with its options, and return `TemplateFindings` as a mapping.
 
     special: options of all. examined: template, options and tokens of the findings. They are None if the
-    template takes the prompts only. Raises ConfigError, naming `which`.
+    template takes the prompts only. Raises ConfigError, naming `template_name`.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def render(messages: Messages, template: str, *, begins: bool = False, **options: Any) -> str:
-        found, _ = render_jinja_template(
+        texts, _ = render_jinja_template(
             [messages], chat_template=template, add_generation_prompt=begins, **special | options
         )
-        return check_size(str(found[0]))
+        return check_size(str(texts[0]))
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     template, run_options, tokens = examined
@@ -188,6 +195,6 @@ def render_prompts(
             return None
         place = f", on prompt {number} of those tried" if number else ""
         if isinstance(error, ConfigError):
-            raise ConfigError(f"{which}{place}: {error}") from None
+            raise ConfigError(f"{template_name}{place}: {error}") from None
         line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConfigError(f"{which} raised {named(error)}{line}{place}.") from None
+        raise ConfigError(f"{template_name} raised {named(error)}{line}{place}.") from None

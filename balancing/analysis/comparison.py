@@ -115,9 +115,9 @@ def compare(batch: Batch) -> list[Outcome]:
         how = {name: {**batch.prefixes, **changes} for name, changes in ON_PIPELINES.items()}
         strategies = {name: partial(batch.plan, **changes) for name, changes in how.items()}
     elif degrees := batch.arguments.get("context_degrees"):
-        fixed = {each: batch.fixed(degrees, each) for each in reversed(degrees.choices)}
+        fixed = {degree: batch.fixed(degrees, degree) for degree in reversed(degrees.choices)}
         strategies = {
-            f"degree {each}": partial(batch.plan, **how) for each, how in fixed.items() if batch.fits(how)
+            f"degree {degree}": partial(batch.plan, **how) for degree, how in fixed.items() if batch.fits(how)
         }
         strategies[OURS] = partial(batch.plan, **batch.prefixes)
     else:

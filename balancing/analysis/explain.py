@@ -63,12 +63,12 @@ class Advice:
 
 def explain(plan: Plan) -> str:
     """Return a headline, a line for each finding and a line for each setting that helps."""
-    found = [finding for finding in findings(plan) if finding.waiting == 0 or finding.waiting >= NEGLIGIBLE]
+    causes = [finding for finding in findings(plan) if finding.waiting == 0 or finding.waiting >= NEGLIGIBLE]
     helpful = advice(plan)
     doubled = _changing(max_tokens=2 * plan.max_tokens).words
-    lines = [_headline(plan), "", "Why:", *(f"- {finding.text}" for finding in found)]
-    lines += ["", "What would help, planned and compared:", *(f"- {each}" for each in helpful)]
-    if doubled not in [each.words for each in helpful]:
+    lines = [_headline(plan), "", "Why:", *(f"- {finding.text}" for finding in causes)]
+    lines += ["", "What would help, planned and compared:", *(f"- {suggestion}" for suggestion in helpful)]
+    if doubled not in [suggestion.words for suggestion in helpful]:
         lines.append(f"- not twice the cap: {doubled} saves less than {NEGLIGIBLE:.1%} of the step time")
     return "\n".join(lines) + "\n"
 
@@ -94,8 +94,8 @@ def _headline(plan: Plan) -> str:
         f"{numbers['idle_share']:.2%} of the time."
     )
     if plan.settings.context_degrees:
-        found = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
-        counts = ", ".join(f"{each} in {(found == each).sum():,}" for each in np.unique(found))
+        degrees = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
+        counts = ", ".join(f"{degree} in {(degrees == degree).sum():,}" for degree in np.unique(degrees))
         share = numbers["exchange_share"]
         text += f"\nRanks that share a sequence: {counts} micro-steps. Their exchange takes {share:.2%} of the work."
     if pipeline := plan.settings.pipeline:
@@ -127,18 +127,18 @@ def findings(plan: Plan) -> list[Finding]:
                     micro_step, loads, f"micro-step {position} of mini-batch {number}", plan
                 )
                 by_cause.setdefault(cause, []).append((waiting, evidence))
-    found = []
+    causes = []
     for cause, steps in by_cause.items():
         share = sum(waiting for waiting, _ in steps) / step_time(grids)
         text = f"{share:.2%} of the ranks' time waits for {cause}, in {_count(len(steps), 'micro-step')}"
-        found.append(Finding(cause, share, f"{text}: {max(steps)[1]}."))
-    found.sort(key=lambda finding: -finding.waiting)
-    found.append(Finding("the number of micro-steps", 0.0, _about_count(plan)))
+        causes.append(Finding(cause, share, f"{text}: {max(steps)[1]}."))
+    causes.sort(key=lambda finding: -finding.waiting)
+    causes.append(Finding("the number of micro-steps", 0.0, _about_count(plan)))
     if (padding := padding_share(plan)) > 0:
         source = 'layout="padded"' if plan.layout == "padded" else "alignment"
         text = f"{padding:.2%} of the computed tokens are padding, from {source} with "
-        found.append(Finding("padding", 0.0, f"{text}length_multiple={plan.length_multiple}."))
-    return found
+        causes.append(Finding("padding", 0.0, f"{text}length_multiple={plan.length_multiple}."))
+    return causes
 
 
 def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, str]:
@@ -197,14 +197,14 @@ def _about_count(plan: Plan) -> str:
     together = how.most_shared
     caps = Caps(plan.max_tokens * together, how.max_sequences or len(plan.lengths), plan.layout == "padded")
     needed = -(-fewest_micro_batches(sizes[indices_of(part)], caps) // (plan.ranks // together))
-    asked = -(-how.min_count // how.multiple_of) * how.multiple_of
+    requested_steps = -(-how.min_count // how.multiple_of) * how.multiple_of
     if part.steps == needed:
         reason = f"the fewest that max_tokens={plan.max_tokens:,} allows"
-    elif part.steps == asked:
+    elif part.steps == requested_steps:
         reason = f"as min_count={how.min_count} and multiple_of={how.multiple_of} ask, while the caps need {needed}"
     else:
         reason = f"where the caps need at least {needed}"
-    if how.order == "makespan" and part.steps > max(needed, asked):
+    if how.order == "makespan" and part.steps > max(needed, requested_steps):
         reason += ", because more of them fill and drain the pipeline sooner"
     fill = part.predicted_times(sizes.astype(np.float64), plan.layout).mean()
     return (
@@ -217,20 +217,23 @@ def advice(plan: Plan) -> list[Advice]:
     """List the changes that help, most helpful first. If ranks or stages wait, this plans up to nine more
     times.
     """
-    before = float(plan.predicted_makespans().sum())
-    found = []
+    old_time = float(plan.predicted_makespans().sum())
+    suggestions = []
     # Pipeline stages and padded rows also cost time if no rank waits.
     slow = plan.settings.pipeline is not None or plan.layout == "padded"
     slow = slow or plan_statistics(plan)["idle_share"] >= NEGLIGIBLE
     for candidate in _candidates(plan) if slow else ():
         try:
-            other = replan(plan, candidate.changes)
+            new_plan = replan(plan, candidate.changes)
         except BalancingError:
             continue  # the batch cannot be planned with these changes, for example because of a count
-        after = float(other.predicted_makespans().sum()) / candidate.context_parallel
-        steps = sum(part.steps for part in other.mini_batches)
-        found.append(replace(candidate, before=before, after=after, micro_steps=steps))
-    return sorted((each for each in found if each.gain >= NEGLIGIBLE), key=lambda each: -each.gain)
+        new_time = float(new_plan.predicted_makespans().sum()) / candidate.context_parallel
+        steps = sum(part.steps for part in new_plan.mini_batches)
+        suggestions.append(replace(candidate, before=old_time, after=new_time, micro_steps=steps))
+    return sorted(
+        (suggestion for suggestion in suggestions if suggestion.gain >= NEGLIGIBLE),
+        key=lambda suggestion: -suggestion.gain,
+    )
 
 
 def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:

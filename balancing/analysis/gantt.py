@@ -82,9 +82,9 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
             panel.axhline(rank - 0.5, color="white", linewidth=1.5)
         panel.axvline(1.0, color=INK, linewidth=1.0, linestyle=DASHES)
 
-    shown = enumerate(MINI_BATCH_COLOURS[: len(grids)])
+    numbered_colours = enumerate(MINI_BATCH_COLOURS[: len(grids)])
     legend: list[Patch | Line2D] = [
-        Patch(facecolor=colour, label=f"mini-batch {number}") for number, colour in shown
+        Patch(facecolor=colour, label=f"mini-batch {number}") for number, colour in numbered_colours
     ]
     legend += [Patch(facecolor=WAITING, label="waiting")]
     legend += [Line2D([], [], color=INK, linewidth=1.0, linestyle=DASHES, label="ideal")]
@@ -95,16 +95,16 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
 def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) -> Chart:
     """Chart all passes of a plan on its pipeline, mini-batch after mini-batch. ideal: time 1 on the axis."""
     drawn = [timeline(pipeline, times) for times in plan.predicted_times()]
-    ends = np.cumsum([each.ends.max() for each in drawn]) / ideal
+    ends = np.cumsum([mini_batch.ends.max() for mini_batch in drawn]) / ideal
 
     def draw(panel: Axes) -> None:
-        for each, start, end in zip(drawn, [0.0, *ends[:-1]], ends, strict=True):
-            passes = each.passes
+        for mini_batch, start, end in zip(drawn, [0.0, *ends[:-1]], ends, strict=True):
+            passes = mini_batch.passes
             colours = MICRO_BATCH_COLOURS(passes.micro_batch / max(1, passes.micro_batch.max()) * 0.9)
             colours[:, 3] = np.where(passes.forward == 1, FORWARD, 1.0)
-            lasted = (each.ends - each.starts) / ideal
+            lasted = (mini_batch.ends - mini_batch.starts) / ideal
             style = {"color": colours, "edgecolor": "white", "linewidth": 0.3}
-            panel.barh(passes.stage, lasted, BAR, left=start + each.starts / ideal, **style)
+            panel.barh(passes.stage, lasted, BAR, left=start + mini_batch.starts / ideal, **style)
             panel.axvline(end, color=INK, linewidth=0.9)
 
     colour = MICRO_BATCH_COLOURS(0.4)

@@ -114,25 +114,27 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
 
     record: from `run_step`. Raises LengthFileError if its plan is damaged.
     """
-    found: dict[str, Any] = {name: np.array(record[name], np.int64) for name in PREFIXES if name in record}
+    arguments: dict[str, Any] = {
+        name: np.array(record[name], np.int64) for name in PREFIXES if name in record
+    }
     if "plan" not in record:
-        return found
+        return arguments
     try:
-        found |= {"images": record["images"]} if "images" in record else {}
+        arguments |= {"images": record["images"]} if "images" in record else {}
         plan = record["plan"]
         numbers = whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
-        found |= {each.name: plan[each.name] for each in fields(Settings) if each.name in plan}
-        found["cost_model"] = CostModel(**plan["cost_model"])
+        arguments |= {field.name: plan[field.name] for field in fields(Settings) if field.name in plan}
+        arguments["cost_model"] = CostModel(**plan["cost_model"])
         if pipeline := plan.get("pipeline"):
             shares = pipeline["stage_shares"]
-            found["pipeline"] = Pipeline(**pipeline | {"stage_shares": shares and tuple(shares)})
+            arguments["pipeline"] = Pipeline(**pipeline | {"stage_shares": shares and tuple(shares)})
         if degrees := plan.get("context_degrees"):
-            found["context_degrees"] = ContextDegrees(**degrees)
+            arguments["context_degrees"] = ContextDegrees(**degrees)
     except (LookupError, TypeError, ValueError, AttributeError):
         raise LengthFileError(
             f"the recorded plan of step {record['step']} is damaged. Give another --step."
         ) from None
-    return found | {
+    return arguments | {
         "mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]
     }
 

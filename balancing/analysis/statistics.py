@@ -43,14 +43,14 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     makespan in the published order / predicted time - 1.
     """
     planned = predicted_grids(plan)
-    before = [_given_rows(indices_of(part), plan) for part in plan.mini_batches]
+    baseline = [_given_rows(indices_of(part), plan) for part in plan.mini_batches]
     alone = _without_exchange(plan)
     return {
         **_token_spread("tokens_per_rank", [part.sums(plan.lengths) for part in plan.mini_batches]),
-        **_token_spread("tokens_per_rank_before", _grids(before, plan.lengths / plan.settings.most_shared)),
+        **_token_spread("tokens_per_rank_before", _grids(baseline, plan.lengths / plan.settings.most_shared)),
         **_waiting("", planned),
         "over_bound": step_time(planned) / lower_bound(plan) - 1.0,
-        **_waiting("_before", _grids(before, alone)),
+        **_waiting("_before", _grids(baseline, alone)),
         **_imbalance(
             "_karmarkar_karp", [_after_karmarkar_karp(part, plan, alone) for part in plan.mini_batches]
         ),
@@ -74,11 +74,11 @@ def _of_degrees(plan: Plan, alone: Floats) -> dict[str, float]:
 
 
 def _of_images(plan: Plan) -> dict[str, float]:
-    whole = plan.settings.cost_model
+    cost_model = plan.settings.cost_model
     shared = np.zeros_like(plan.lengths) if plan.shared is None else plan.shared
     every, text = (
         float((costs.workload(plan.lengths, plan.images) - costs.workload(shared, plan.images)).sum())
-        for costs in (whole, whole.with_images(0.0))
+        for costs in (cost_model, cost_model.with_images(0.0))
     )
     share = 1.0 - text / every
     most = max(float(part.sums(plan.computed_patches).max()) for part in plan.mini_batches)
@@ -88,7 +88,7 @@ def _of_images(plan: Plan) -> dict[str, float]:
 def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
     times = plan.predicted_times()
     spans = float(plan.predicted_makespans().sum())
-    published = sum(makespan(pipeline, each[small_ends(each)]) for each in times)
+    published = sum(makespan(pipeline, part_times[small_ends(part_times)]) for part_times in times)
     return {
         "pipeline/predicted_time": spans,
         "pipeline/bubble": bubble(plan, pipeline),
@@ -101,7 +101,7 @@ def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
 
 def bubble(plan: Plan, pipeline: Pipeline) -> float:
     """Return the share of time in which a stage waits. The overhead of micro-batches counts as work."""
-    work = sum(float((each + pipeline.overhead).sum()) for each in plan.predicted_times())
+    work = sum(float((times + pipeline.overhead).sum()) for times in plan.predicted_times())
     return max(0.0, 1.0 - work / (pipeline.stages * float(plan.predicted_makespans().sum())))
 
 
@@ -234,21 +234,21 @@ def _waiting(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
 
 
 def _filling(plan: Plan, width: int | None) -> dict[str, float]:
-    taken = micro_batch_tokens(plan)
+    tokens = micro_batch_tokens(plan)
     real = float(plan.computed_lengths.sum())
-    found = {
-        "cap_fill": float(taken.mean()) / plan.max_tokens,
-        "padding_share": 1.0 - real / float(taken.sum()),
+    statistics = {
+        "cap_fill": float(tokens.mean()) / plan.max_tokens,
+        "padding_share": 1.0 - real / float(tokens.sum()),
         "shared_tokens": 1.0 - real / float(plan.lengths.sum()),
         "micro_batches": float(sum(part.steps for part in plan.mini_batches)),
-        "empty_micro_batches": float((taken == 0).sum()),
+        "empty_micro_batches": float((tokens == 0).sum()),
     }
     # Padding counts each sequence by itself, regardless of shared tokens.
-    computed = float(taken.sum() + (plan.lengths - plan.computed_lengths).sum())
+    computed = float(tokens.sum() + (plan.lengths - plan.computed_lengths).sum())
     for name, cells in {"longest_row": int(plan.lengths.max()), "width": width}.items():
         if cells is not None:
-            found[f"padding_removed/{name}"] = 1.0 - computed / (len(plan.lengths) * cells)
-    return found
+            statistics[f"padding_removed/{name}"] = 1.0 - computed / (len(plan.lengths) * cells)
+    return statistics
 
 
 def padding_share(plan: Plan) -> float:

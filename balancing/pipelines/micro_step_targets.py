@@ -91,7 +91,7 @@ def split(pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: flo
 
 @compiled
 def _play(
-    before: Integers,
+    predecessor: Integers,
     needed: Integers,
     sent: Floats,
     micro_batch: Integers,
@@ -116,7 +116,7 @@ def _play(
         times = (
             mean / total if played == rounds else _within(np.exp(disliked.min() - disliked), floor, limits)
         )
-        length, weight = _longest(before, needed, sent, micro_batch, cost, times + overhead, steps)
+        length, weight = _longest(predecessor, needed, sent, micro_batch, cost, times + overhead, steps)
         if length < lowest:
             lowest = length
             best = times
@@ -131,7 +131,7 @@ def _play(
 
 @compiled
 def _longest(
-    before: Integers,
+    predecessor: Integers,
     needed: Integers,
     sent: Floats,
     micro_batch: Integers,
@@ -140,13 +140,13 @@ def _longest(
     steps: int,
 ) -> tuple[float, Floats]:
     """Return the length of the longest path, and its share of each micro-step's time: float64 [steps]."""
-    ends = ends_of(before, needed, sent, micro_batch, cost, times)
+    ends = ends_of(predecessor, needed, sent, micro_batch, cost, times)
     weight = np.zeros(steps)
     at = int(np.argmax(ends))
     length = ends[at]
     while at >= 0:
         weight[micro_batch[at]] += cost[at]
-        previous = before[at]
+        previous = predecessor[at]
         source = needed[at]
         if source >= 0 and (previous < 0 or ends[source] + sent[at] > ends[previous]):
             previous = source
@@ -157,8 +157,8 @@ def _longest(
 @compiled
 def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
     free = np.ones(len(weights))
-    left = float(len(weights))
-    times: Floats = weights / weights.sum() * left
+    total = float(len(weights))
+    times: Floats = weights / weights.sum() * total
     for _ in range(len(weights)):
         moved = False
         for step in range(len(weights)):
@@ -168,7 +168,7 @@ def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
         share = (weights * free).sum()
         if not moved or share == 0:
             break
-        rest = left - (times * (1 - free)).sum()
+        rest = total - (times * (1 - free)).sum()
         times = np.where(free > 0, weights * (max(rest, 0.0) / share), times)
     return times
 
@@ -177,11 +177,11 @@ def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
 def _least(path: Floats, floor: Floats, limits: Floats) -> float:
     """Minimise `path . t` over all t within floor and limits whose mean is 1."""
     value = float((path * floor).sum())
-    left = len(path) - floor.sum()
+    budget = len(path) - floor.sum()
     for step in np.argsort(path):
-        taken = min(left, limits[step] - floor[step])
-        value += taken * path[step]
-        left -= taken
+        share = min(budget, limits[step] - floor[step])
+        value += share * path[step]
+        budget -= share
     return value
 
 
@@ -259,9 +259,9 @@ def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -
     stride = max(pipeline.stages, steps // STRIDES)
     while stride:
         for shift in (stride, -stride):
-            other, raised = _granted(pipeline, most, levels, np.roll(floor, shift))
-            if other.makespan < best.makespan * (1 - LEAST_GAIN):
-                best = other
+            candidate, raised = _granted(pipeline, most, levels, np.roll(floor, shift))
+            if candidate.makespan < best.makespan * (1 - LEAST_GAIN):
+                best = candidate
                 floor = raised
                 break
         else:

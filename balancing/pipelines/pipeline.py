@@ -153,7 +153,9 @@ def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[
 
 
 def _ahead(pipeline: Pipeline, stage: int) -> int:
-    after = pipeline.stages - 1 - stage
+    later_stages = pipeline.stages - 1 - stage
     return (
-        after if pipeline.virtual_stages == 1 else 2 * after + (pipeline.virtual_stages - 1) * pipeline.stages
+        later_stages
+        if pipeline.virtual_stages == 1
+        else 2 * later_stages + (pipeline.virtual_stages - 1) * pipeline.stages
     )

@@ -66,14 +66,14 @@ def schedule_on_pipeline(work: Work, request: Request, pipeline: Pipeline) -> Sc
         schedules = [first, *_in_best_shape(work, request, pipeline, counts)]
     else:
         schedules = [first, *_planned(work, request, counts[1:])]
-    found = [_in_fastest_order(schedule, work, pipeline) for schedule in schedules]
-    schedule = _fewest_steps(found)
+    timed_schedules = [_in_fastest_order(schedule, work, pipeline) for schedule in schedules]
+    schedule = _fewest_steps(timed_schedules)
     return to_ranks(schedule, work.computed(schedule))
 
 
-def _fewest_steps(found: Sequence[tuple[Schedule, float]]) -> Schedule:
-    enough = min(time for _, time in found) * (1 + NEAR)
-    return next(schedule for schedule, time in found if time <= enough)
+def _fewest_steps(timed_schedules: Sequence[tuple[Schedule, float]]) -> Schedule:
+    enough = min(time for _, time in timed_schedules) * (1 + NEAR)
+    return next(schedule for schedule, time in timed_schedules if time <= enough)
 
 
 def _in_fastest_order(schedule: Schedule, work: Work, pipeline: Pipeline) -> tuple[Schedule, float]:
@@ -101,7 +101,7 @@ def _in_best_shape(
     work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]
 ) -> Iterator[Schedule]:
     """Yield the best schedule that is dealt to the best shape of a number of micro-steps."""
-    found = list[tuple[Schedule, float]]()
+    timed_schedules = list[tuple[Schedule, float]]()
     least = float("inf")
     for steps in counts:
         mean = float(work.weights.sum()) / request.ranks / steps
@@ -114,11 +114,15 @@ def _in_best_shape(
             continue
         dealt = list(deal_to_times(work.sizes, work.weights, request, shape.times * mean))
         if dealt:
-            best = min(dealt, key=lambda each: makespan(pipeline, each.loads(work.weights).max(axis=1)))
-            found.append((best, makespan(pipeline, likely_times(best, work.weights))))
-            least = min(least, found[-1][1])
-    if found:
-        yield even_out_within_steps(_fewest_steps(found), work.sizes, work.weights, request, EVEN, EFFORT)
+            best = min(
+                dealt, key=lambda schedule: makespan(pipeline, schedule.loads(work.weights).max(axis=1))
+            )
+            timed_schedules.append((best, makespan(pipeline, likely_times(best, work.weights))))
+            least = min(least, timed_schedules[-1][1])
+    if timed_schedules:
+        yield even_out_within_steps(
+            _fewest_steps(timed_schedules), work.sizes, work.weights, request, EVEN, EFFORT
+        )
 
 
 def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> float:
@@ -180,8 +184,8 @@ def _deal_layers(
             if layers[step] == max_sequences or (layer < full and full - layer == empty and layers[step] > 0):
                 continue
             receivers = np.argsort(loads[step])[: stop - first]
-            after = tokens[step][receivers] + sizes[first:stop]
-            if (after > max_tokens).any():
+            new_tokens = tokens[step][receivers] + sizes[first:stop]
+            if (new_tokens > max_tokens).any():
                 continue
             placed = True
             for place in range(stop - first):

@@ -61,12 +61,12 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
     done = _in_order(pipeline, micro_batches)
     place = {key: number for number, key in enumerate(done)}
     last = dict.fromkeys(range(pipeline.stages), NOTHING)
-    before = []
+    predecessor = []
     needed = []
     sent = []
     for number, (stage, action) in enumerate(done):
         source = needs(pipeline, stage, action)
-        before.append(last[stage])
+        predecessor.append(last[stage])
         needed.append(NOTHING if source is None else place[source])
         sent.append(pipeline.transfer if source is not None and source[0] != stage else 0.0)
         last[stage] = number
@@ -78,7 +78,7 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
         / (1.0 + pipeline.backward)
     )
     return Passes(
-        before=np.array(before),
+        before=np.array(predecessor),
         needed=np.array(needed),
         sent=np.array(sent),
         micro_batch=np.array([action.micro_batch for _, action in done]),
@@ -139,14 +139,14 @@ def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
 
 @compiled
 def ends_of(
-    before: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats
+    predecessor: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats
 ) -> Floats:
     """Return when each pass ends: float64 [passes]. times: float64 [m], overhead included."""
-    ends = np.empty(len(before))
-    for number in range(len(before)):
+    ends = np.empty(len(predecessor))
+    for number in range(len(predecessor)):
         start = 0.0
-        if before[number] >= 0:
-            start = ends[before[number]]
+        if predecessor[number] >= 0:
+            start = ends[predecessor[number]]
         if needed[number] >= 0:
             start = max(start, ends[needed[number]] + sent[number])
         ends[number] = start + cost[number] * times[micro_batch[number]]
@@ -172,13 +172,13 @@ def fastest_order(pipeline: Pipeline, times: ArrayLike, effort: int = EFFORT) ->
     if np.ptp(total) == 0:
         return starts[0]
     simulations = max(1, effort // len(passes.cost) // len(starts))
-    found = [improved(*graph, total, start.copy(), simulations) for start in starts]
-    return min(found, key=lambda order: float(ends_of(*graph, total[order]).max()))
+    orders = [improved(*graph, total, start.copy(), simulations) for start in starts]
+    return min(orders, key=lambda order: float(ends_of(*graph, total[order]).max()))
 
 
 @compiled
 def improved(
-    before: Integers,
+    predecessor: Integers,
     needed: Integers,
     sent: Floats,
     micro_batch: Integers,
@@ -188,7 +188,7 @@ def improved(
     simulations: int,
 ) -> Integers:
     """Move and exchange steps of `order` while the makespan falls, up to `simulations`."""
-    best = ends_of(before, needed, sent, micro_batch, cost, times[order]).max()
+    best = ends_of(predecessor, needed, sent, micro_batch, cost, times[order]).max()
     steps = len(order)
     moved = True
     while moved and simulations > 0:
@@ -198,19 +198,19 @@ def improved(
                 for exchange in range(2):
                     if first == second or (exchange == 1 and first > second) or simulations <= 0:
                         continue
-                    other = order.copy()
+                    candidate = order.copy()
                     if exchange == 1:
-                        other[first], other[second] = order[second], order[first]
+                        candidate[first], candidate[second] = order[second], order[first]
                     elif first < second:
-                        other[first:second] = order[first + 1 : second + 1]
-                        other[second] = order[first]
+                        candidate[first:second] = order[first + 1 : second + 1]
+                        candidate[second] = order[first]
                     else:
-                        other[second + 1 : first + 1] = order[second:first]
-                        other[second] = order[first]
-                    time = ends_of(before, needed, sent, micro_batch, cost, times[other]).max()
+                        candidate[second + 1 : first + 1] = order[second:first]
+                        candidate[second] = order[first]
+                    time = ends_of(predecessor, needed, sent, micro_batch, cost, times[candidate]).max()
                     simulations -= 1
                     if time < best * (1 - LEAST_GAIN):
                         best = time
-                        order = other
+                        order = candidate
                         moved = True
     return order

@@ -35,9 +35,11 @@ ones fit.
 """
 
 
-def fewest_worth_sharing(own: Any) -> Any:
-    """Return the fewest shared tokens that pay for a sequence with `own` further tokens, also for arrays."""
-    return -(-own // MOST_OWN)
+def fewest_worth_sharing(own_tokens: Any) -> Any:
+    """Return the fewest shared tokens that pay for a sequence with `own_tokens` further tokens, also for
+    arrays.
+    """
+    return -(-own_tokens // MOST_OWN)
 
 
 class Groups(NamedTuple):
@@ -94,15 +96,15 @@ class SharedPrefixes:
     def select(self, rows: Integers) -> "SharedPrefixes":
         """Return the sequences `rows`, with groups renumbered."""
         numbers = np.unique(self.group[rows], return_inverse=True)[1]
-        found = SharedPrefixes(numbers, self.tokens[rows], self.workloads[rows])
+        prefixes = SharedPrefixes(numbers, self.tokens[rows], self.workloads[rows])
         if self.tree is None:
-            return found
+            return prefixes
         chosen = np.zeros(len(self.group), np.int64)
         chosen[rows] = 1
         tokens, workloads = self._shared(chosen)
         # The first of a group has no neighbour before it, so the prefix replaces the depth.
-        deep = np.maximum(found.tokens, tokens[rows]), np.maximum(found.workloads, workloads[rows])
-        return replace(found, tree=PrefixTree(self.tree.order[rows], *deep))
+        deep = np.maximum(prefixes.tokens, tokens[rows]), np.maximum(prefixes.workloads, workloads[rows])
+        return replace(prefixes, tree=PrefixTree(self.tree.order[rows], *deep))
 
     def measured(self, measure: Callable[[Integers], Any]) -> "SharedPrefixes":
         """Replace tokens by a measure of each sequence's first tokens. measure: never falls with their
@@ -140,14 +142,16 @@ class SharedPrefixes:
         computes.
         """
         shared = self if self.tree is None else self.tree
-        own = weights - shared.workloads
-        rows = np.lexsort((-own, self.group))
+        own_weights = weights - shared.workloads
+        rows = np.lexsort((-own_weights, self.group))
         group = self.group[rows]
         start = np.flatnonzero(np.diff(group, prepend=-1))
         first = rows[start]
         ends = np.append(start, len(rows))
         own_tokens = (sizes - shared.tokens)[rows]
-        return Groups(own[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]), rows
+        return Groups(
+            own_weights[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]
+        ), rows
 
     def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
         rows = self.in_order(micro_batch)
@@ -170,9 +174,9 @@ class SharedPrefixes:
         ends = np.stack([np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1).ravel()
         tokens = np.empty(len(rows), tree.tokens.dtype)
         workloads = np.empty(len(rows))
-        for found, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
+        for depths, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
             padded = np.append(values[neighbours], values.dtype.type(0))
-            found[rows] = np.minimum.reduceat(padded, ends)[::2]
+            depths[rows] = np.minimum.reduceat(padded, ends)[::2]
         return tokens, workloads
 
 
@@ -254,7 +258,7 @@ def subtrees(
     size = np.append(0, np.cumsum(sizes[rows] - depths)).tolist()
     work = np.append(0.0, np.cumsum(weights[rows] - depth_weights)).tolist()
     runs = [*np.flatnonzero(depths <= prefixes.tokens[rows]).tolist(), len(rows)]
-    before: list[int] = []
+    old_starts: list[int] = []
     for share in LARGEST:
         tokens = int(max_tokens * share)
         weight = of_a_rank * share
@@ -274,9 +278,9 @@ def subtrees(
             middle = min(places, key=lambda place: abs(2 * place - first - stop))
             parts += [(first, middle), (middle, stop)]
         starts.sort()
-        if len(starts) < len(rows) and starts != before:
+        if len(starts) < len(rows) and starts != old_starts:
             yield _joined(np.array(starts), rows, sizes, weights, prefixes, tree)
-        before = starts
+        old_starts = starts
 
 
 def _joined(
@@ -294,7 +298,7 @@ def _joined(
     order = np.lexsort((-tokens, -work))
     number = np.empty(len(starts), np.int64)
     number[order] = np.arange(len(starts))
-    of = np.empty(len(rows), np.int64)
-    of[rows] = number[np.cumsum(first) - 1]
+    subtree_of = np.empty(len(rows), np.int64)
+    subtree_of[rows] = number[np.cumsum(first) - 1]
     heads = rows[starts[order]]
-    return Subtrees(of, tokens[order], work[order], replace(prefixes, tree=None).select(heads))
+    return Subtrees(subtree_of, tokens[order], work[order], replace(prefixes, tree=None).select(heads))

@@ -48,22 +48,24 @@ def schedule_with_prefixes(
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
     of_prompts = replace(prefixes, tree=None)
-    least, least_of_prompts = (_least(weights, each, request) for each in (prefixes, of_prompts))
+    least, least_of_prompts = (_least(weights, variant, request) for variant in (prefixes, of_prompts))
     best = None
     time = np.inf
     # A cap on sequences would count a subtree as one.
     capped = request.caps.max_sequences < len(sizes)
-    for each in () if capped else subtrees(sizes, weights, prefixes, request.caps.max_tokens, least):
-        if time <= max(_least(each.weights, each.prefixes, request), least * (1 + NEAR_THE_LEAST)):
+    for subtree in () if capped else subtrees(sizes, weights, prefixes, request.caps.max_tokens, least):
+        if time <= max(_least(subtree.weights, subtree.prefixes, request), least * (1 + NEAR_THE_LEAST)):
             break
         try:
-            found = _in_groups(each.sizes, each.weights, each.prefixes, request)
+            schedule = _in_groups(subtree.sizes, subtree.weights, subtree.prefixes, request)
         except CountError:
             continue
-        found = replace(found, grouping=Grouping(found.grouping.group_of[each.of], found.grouping.count))
-        if found.time(prefixes.computed(weights, found.grouping.group_of)) < time:
-            best = found
-            time = found.time(prefixes.computed(weights, found.grouping.group_of))
+        schedule = replace(
+            schedule, grouping=Grouping(schedule.grouping.group_of[subtree.of], schedule.grouping.count)
+        )
+        if schedule.time(prefixes.computed(weights, schedule.grouping.group_of)) < time:
+            best = schedule
+            time = schedule.time(prefixes.computed(weights, schedule.grouping.group_of))
     if best is not None and time <= least_of_prompts:  # single sequences would have to meet by chance
         return best
     alone = _in_groups(sizes, weights, of_prompts, request)
@@ -78,17 +80,17 @@ def _least(weights: Floats, prefixes: SharedPrefixes, request: Request) -> float
 
 def _in_groups(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
     groups, rows = prefixes.in_groups(sizes, weights)
-    found = _Filling(groups, request).fastest()
-    if found is not None:
+    group_schedule = _Filling(groups, request).fastest()
+    if group_schedule is not None:
         group_of = np.empty_like(rows)
-        group_of[rows] = found.grouping.group_of
-        found = replace(found, grouping=Grouping(group_of, found.grouping.count))
+        group_of[rows] = group_schedule.grouping.group_of
+        group_schedule = replace(group_schedule, grouping=Grouping(group_of, group_schedule.grouping.count))
         computed = prefixes.computed(weights, group_of)
-        if found.time(computed) <= float(weights.sum()) / request.ranks:
-            return arranged(found, computed, request.order)
+        if group_schedule.time(computed) <= float(weights.sum()) / request.ranks:
+            return arranged(group_schedule, computed, request.order)
     alone = schedule_evenly(sizes, weights, request)
-    schedules = [alone] if found is None else [found, alone]
-    work = [prefixes.computed(weights, each.grouping.group_of) for each in schedules]
+    schedules = [alone] if group_schedule is None else [group_schedule, alone]
+    work = [prefixes.computed(weights, schedule.grouping.group_of) for schedule in schedules]
     best = min(range(len(work)), key=lambda number: schedules[number].time(work[number]))
     return arranged(schedules[best], work[best], request.order)
 
@@ -115,16 +117,16 @@ class _Filling:
             near = FAR
             times = prefix_step_times(self._groups, ranks, steps, caps.max_tokens, caps.max_sequences)
             forced = np.pad(times, (0, steps - len(times)))
-            tried = (self._lowest(order, forced, bound) for order in self._orders(bound / steps))
-            fillings = [filled for filled in tried if filled is not None]
+            attempts = (self._lowest(order, forced, bound) for order in self._orders(bound / steps))
+            fillings = [filled for filled in attempts if filled is not None]
             if not fillings:
                 continue
             count = steps * ranks
             filled = _spread(fillings[-1], steps if self._request.allow_empty else count, count)
-            found = self._dealt(filled, steps)
-            found_time = found.time(self._computed(found.grouping.group_of))
+            schedule = self._dealt(filled, steps)
+            found_time = schedule.time(self._computed(schedule.grouping.group_of))
             if found_time < time:
-                best = found
+                best = schedule
                 time = found_time
         return best
 
@@ -137,12 +139,12 @@ class _Filling:
             return None
         order = np.lexsort((-tokens, -work))
         try:
-            found = deal(tokens[order], work[order], self._request)
+            schedule = deal(tokens[order], work[order], self._request)
         except CountError:
             return None
         group_of = np.empty(len(order), np.int64)
-        group_of[order] = found.grouping.group_of
-        return replace(found, grouping=Grouping(group_of[groups.group], found.grouping.count))
+        group_of[order] = schedule.grouping.group_of
+        return replace(schedule, grouping=Grouping(group_of[groups.group], schedule.grouping.count))
 
     def _steps(self) -> Iterator[int]:
         groups = self._groups
@@ -164,10 +166,11 @@ class _Filling:
         longest.
         """
         groups = self._groups
-        own, longest = (at.reduceat(groups.own, groups.start[:-1]) for at in (np.add, np.maximum))
+        own_work, longest = (at.reduceat(groups.own, groups.start[:-1]) for at in (np.add, np.maximum))
         room = np.maximum(level - groups.shared, 1e-9 * level)
         return [
-            np.argsort(-work - groups.shared, kind="stable") for work in (np.fmod(own, room), own, longest)
+            np.argsort(-work - groups.shared, kind="stable")
+            for work in (np.fmod(own_work, room), own_work, longest)
         ]
 
     def _computed(self, micro_batch_of: Integers) -> Floats:
@@ -190,11 +193,11 @@ class _Filling:
         high = longest / bound - 1
         excess = FINE
         while excess < high and high - low > max(FINE, RELATIVE * high):
-            found = self._fill(order, self._levels(forced, bound * (1 + excess)))
-            if found is None:
+            filling = self._fill(order, self._levels(forced, bound * (1 + excess)))
+            if filling is None:
                 low = excess
             else:
-                best = found
+                best = filling
                 high = excess
             excess = min(2 * excess, (low + high) / 2)
         self._lowest_time = bound * (1 + high)
@@ -258,35 +261,35 @@ def fill_groups(
         leaves *= 2
     room = _Room(np.full(2 * leaves, -np.inf), np.full(2 * leaves, -1), np.full(leaves, max_sequences))
     micro_batch_of = np.full(len(groups.own), -1)
-    tried = np.full(leaves, -1)
+    last_cut = np.full(leaves, -1)
     least = groups.shared.min() + groups.own.min()
     fewest = groups.shared_tokens.min() + groups.own_tokens.min()
     for group in order:
-        left = np.arange(groups.start[group], groups.start[group + 1])
-        divisible = len(left) > 1
-        while len(left) > 0:
+        rows = np.arange(groups.start[group], groups.start[group + 1])
+        divisible = len(rows) > 1
+        while len(rows) > 0:
             if (
                 place == opened - 1 and opened < count
             ):  # one empty micro-batch is open: later ones have no more room
                 _set(room, opened, levels[opened], max_tokens)
                 opened += 1
-            whole, place = _place(groups, group, left, room, tried, divisible)
+            is_whole, place = _place(groups, group, rows, room, last_cut, divisible)
             if place < 0:
                 return micro_batch_of
             load = room.load[leaves + place]
             tokens = room.tokens[leaves + place]
-            taken = left
-            if not whole:
-                tried[place] = group
+            part = rows
+            if not is_whole:
+                last_cut[place] = group
                 free = load - groups.shared[group]
                 free_tokens = tokens - groups.shared_tokens[group]
-                taken = _cut(groups, left, free, free_tokens, room.sequences[place])
-            if len(taken) > 0:
-                micro_batch_of[taken] = place
-                left = left[micro_batch_of[left] < 0]
-                load -= groups.shared[group] + groups.own[taken].sum()
-                tokens -= groups.shared_tokens[group] + groups.own_tokens[taken].sum()
-                room.sequences[place] -= len(taken)
+                part = _cut(groups, rows, free, free_tokens, room.sequences[place])
+            if len(part) > 0:
+                micro_batch_of[part] = place
+                rows = rows[micro_batch_of[rows] < 0]
+                load -= groups.shared[group] + groups.own[part].sum()
+                tokens -= groups.shared_tokens[group] + groups.own_tokens[part].sum()
+                room.sequences[place] -= len(part)
                 if load < least or tokens < fewest or room.sequences[place] == 0:  # closed
                     load = -np.inf
                     tokens = -1
@@ -306,22 +309,22 @@ def _set(room: _Room, place: int, load: float, tokens: int) -> None:
 
 @compiled
 def _place(
-    groups: Groups, group: int, left: Integers, room: _Room, tried: Integers, divisible: bool
+    groups: Groups, group: int, rows: Integers, room: _Room, last_cut: Integers, divisible: bool
 ) -> tuple[bool, int]:
-    """Return (fullest micro-batch with room for all of `left`, True), else (the one with most room, False),
+    """Return (fullest micro-batch with room for all of `rows`, True), else (the one with most room, False),
     or -1.
 
-    Of equal ones the first. tried: int64 [M], the last group that each was cut for, of which it takes no
+    Of equal ones the first. last_cut: int64 [M], the last group that each was cut for, of which it takes no
     more.
     """
-    own, tokens = 0.0, 0
-    for row in left:
-        own += groups.own[row]
+    work, tokens = 0.0, 0
+    for row in rows:
+        work += groups.own[row]
         tokens += groups.own_tokens[row]
     shared = groups.shared[group]
     shared_tokens = groups.shared_tokens[group]
-    per_token = own / tokens
-    least = shared + groups.own[left[-1]]
+    per_token = work / tokens
+    least = shared + groups.own[rows[-1]]
     leaves = len(room.sequences)
     fullest = -1
     widest = -1
@@ -335,7 +338,7 @@ def _place(
         load = room.load[node]
         free = load - shared
         free_tokens = room.tokens[node] - shared_tokens
-        fits = free >= own and free_tokens >= tokens
+        fits = free >= work and free_tokens >= tokens
         wide = min(free, free_tokens * per_token)
         if load < least or not (fits or (fullest < 0 and divisible and wide >= most)):
             continue
@@ -344,9 +347,9 @@ def _place(
             depth += 2
             continue
         place = node - leaves
-        if tried[place] == group:
+        if last_cut[place] == group:
             continue
-        if fits and room.sequences[place] >= len(left):
+        if fits and room.sequences[place] >= len(rows):
             if load <= lightest:  # of equal ones the first, which comes last
                 fullest = place
                 lightest = load
@@ -357,20 +360,20 @@ def _place(
 
 
 @compiled
-def _cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: int) -> Integers:
-    best = left[:0]
+def _cut(groups: Groups, rows: Integers, load: float, tokens: int, sequences: int) -> Integers:
+    best = rows[:0]
     heaviest = 0.0
-    taken = np.empty_like(left)
-    for start in range(min(len(left), STARTS)):
+    part = np.empty_like(rows)
+    for start in range(min(len(rows), STARTS)):
         weight, size, count = 0.0, 0, 0
-        for row in left[start:]:
+        for row in rows[start:]:
             fits = weight + groups.own[row] <= load and size + groups.own_tokens[row] <= tokens
             if fits and count < sequences:
-                taken[count] = row
+                part[count] = row
                 weight += groups.own[row]
                 size += groups.own_tokens[row]
                 count += 1
         if weight > heaviest:
-            best = taken[:count].copy()
+            best = part[:count].copy()
             heaviest = weight
     return best

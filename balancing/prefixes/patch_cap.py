@@ -31,7 +31,7 @@ def spread_patches(
     divided = np.bincount(piece, computed[2])[piece] > max_patches
     piece[divided] = piece.max() + 1 + np.arange(np.count_nonzero(divided))
     columns = [*np.where(divided, alone, computed), np.ones(len(piece))]
-    use = np.stack([np.bincount(piece, each) for each in columns])
+    use = np.stack([np.bincount(piece, column) for column in columns])
     place = np.full(piece.max() + 1, -1)
     place[piece] = group_of
     order = np.lexsort((use[2], place))[np.count_nonzero(place < 0) :]
@@ -39,12 +39,12 @@ def spread_patches(
     begins = np.searchsorted(place[order], place[order])
     moved = order[so_far - so_far[begins] + use[2, order[begins]] > max_patches]
     place[moved] = -1
-    total = np.stack([np.bincount(place + 1, each, count + 1)[1:] for each in use])
+    total = np.stack([np.bincount(place + 1, column, count + 1)[1:] for column in use])
     most = np.array([caps.max_tokens, np.inf, max_patches, caps.max_sequences])
-    for each in moved[np.argsort(-use[2, moved], kind="stable")]:
-        fits = (total + use[:, [each]] <= most[:, None]).all(axis=0)
+    for piece_number in moved[np.argsort(-use[2, moved], kind="stable")]:
+        fits = (total + use[:, [piece_number]] <= most[:, None]).all(axis=0)
         if not fits.any():
             return None
-        place[each] = np.argmin(np.where(fits, total[1], np.inf))
-        total[:, place[each]] += use[:, each]
+        place[piece_number] = np.argmin(np.where(fits, total[1], np.inf))
+        total[:, place[piece_number]] += use[:, piece_number]
     return replace(schedule, grouping=Grouping(place[piece], count))

@@ -103,9 +103,9 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
     ranks = request.ranks
     sequences = len(sizes)
     lowest = -(-fewest_micro_batches(sizes, request.caps) // ranks)
-    tried = STEPS_TRIED if sequences <= MANY else 0
-    each = request.count.multiple_of
-    for needed in range(lowest, lowest + tried * each, each):
+    attempts = STEPS_TRIED if sequences <= MANY else 0
+    multiple = request.count.multiple_of
+    for needed in range(lowest, lowest + attempts * multiple, multiple):
         yield checked_steps(needed, sequences // ranks, sequences, request)
     if not request.caps.padded and most_by_best_fit(sizes, request.caps) > lowest * ranks:
         lowest = -(-fewest_by_best_fit(sizes, request.caps) // ranks)
@@ -184,9 +184,9 @@ def even_out_within_steps(
 def _places(groups: int, steps: int, ranks: int) -> Integers:
     spare = groups - steps
     in_step = 1 + np.clip(spare - np.arange(steps) * (ranks - 1), 0, ranks - 1)
-    before = np.cumsum(in_step) - in_step
+    offsets = np.cumsum(in_step) - in_step
     step = np.repeat(np.arange(steps), in_step)
-    places: Integers = step * ranks + np.arange(groups) - before[step]
+    places: Integers = step * ranks + np.arange(groups) - offsets[step]
     return places
 
 
@@ -227,16 +227,18 @@ def repair_caps(
     Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the
     lightest sequence of the group with most sequences. weights: descending.
     """
-    kept = group_of.copy()
+    assignment = group_of.copy()
     tokens = np.bincount(group_of, sizes, count)
     counts = np.bincount(group_of, minlength=count)
     order, bounds = listed(group_of, count)
     for group in range(count):
         if tokens[group] > max_tokens or counts[group] > max_sequences:
-            _take_out_excess(kept, order[bounds[group] : bounds[group + 1]], sizes, max_tokens, max_sequences)
-    loose = np.flatnonzero(kept < 0)
+            _take_out_excess(
+                assignment, order[bounds[group] : bounds[group + 1]], sizes, max_tokens, max_sequences
+            )
+    loose = np.flatnonzero(assignment < 0)
     loose = loose[np.argsort(-sizes[loose], kind="mergesort")]
-    repaired = fill_to_level(loose, sizes, weights, kept, count, np.inf, max_tokens, max_sequences)
+    repaired = fill_to_level(loose, sizes, weights, assignment, count, np.inf, max_tokens, max_sequences)
     if (repaired < 0).any():
         return repaired
     counts = np.bincount(repaired, minlength=count)

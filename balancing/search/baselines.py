@@ -83,10 +83,10 @@ def schedule_rank_locally(
     runs = []
     for rows, grouping in zip(ranks, local, strict=True):
         count = min(steps, len(rows))
-        whole = cut(sizes[rows], request.caps, count) if count else grouping
-        if whole.count != count:  # as many sets may exceed a cap, so halve the fewer ones
-            whole = spread(grouping, sizes[rows], count)
-        ordered = heaviest_first(whole, sizes[rows], weights[rows], rows)
+        local_grouping = cut(sizes[rows], request.caps, count) if count else grouping
+        if local_grouping.count != count:  # as many sets may exceed a cap, so halve the fewer ones
+            local_grouping = spread(grouping, sizes[rows], count)
+        ordered = heaviest_first(local_grouping, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])
     return side_by_side(runs, steps, len(sizes), name)
 

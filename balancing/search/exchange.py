@@ -117,12 +117,12 @@ def _next_lightest(loads: Floats, last: int) -> int:
     """Return the group after `last` (-1: start) in ascending order of (load, number), or -1 after the last
     group.
     """
-    found = -1
+    lightest = -1
     for group in range(len(loads)):
         later = last < 0 or loads[group] > loads[last] or (loads[group] == loads[last] and group > last)
-        if later and (found < 0 or loads[group] < loads[found]):
-            found = group
-    return found
+        if later and (lightest < 0 or loads[group] < loads[lightest]):
+            lightest = group
+    return lightest
 
 
 @compiled
@@ -189,8 +189,8 @@ def _mean_without_giants(descending: Floats, count: int) -> float:
     alone.
     """
     alone = descending[: count - 1]
-    left = descending.sum() - np.concatenate([[0.0], np.cumsum(alone)])
-    means = left / (count - np.arange(len(left)))
+    remaining_load = descending.sum() - np.concatenate([[0.0], np.cumsum(alone)])
+    means = remaining_load / (count - np.arange(len(remaining_load)))
     return float(means[np.argmin(np.append(alone > means[:-1], False))])
 
 
@@ -216,7 +216,7 @@ def exchange_until_even(
         heavy = _heaviest(groups.loads, is_open, only_heaviest)
         if heavy < 0 or groups.loads[heavy] <= level or effort < 0 or failures == FAILURES:
             break
-        light, spent, given, returned = _best_exchange(
+        light, spent, outgoing, returned = _best_exchange(
             groups, heavy, partners, max_tokens, max_sequences, equal_size
         )
         effort -= spent
@@ -225,7 +225,7 @@ def exchange_until_even(
             failures += 1
             continue
         failures = 0
-        for sequence in given:
+        for sequence in outgoing:
             if sequence >= 0:
                 groups.group_of[sequence] = light
         for sequence in returned:
@@ -273,13 +273,13 @@ def _best_exchange(
             nearest = gap / 2 * (1 - 1e-9)
             best_given = (-1, -1)
             best_returned = (-1, -1)
-            for given in range(1, largest + 1):
+            for given_count in range(1, largest + 1):
                 for returned in range(largest + 1):
-                    if max(given, returned) < largest or not _counts_allow(
-                        counts[heavy], counts[light], given - returned, max_sequences, equal_size
+                    if max(given_count, returned) < largest or not _counts_allow(
+                        counts[heavy], counts[light], given_count - returned, max_sequences, equal_size
                     ):
                         continue
-                    a = give[given]
+                    a = give[given_count]
                     b = take[returned]
                     spent += len(a[0]) + len(b[0])
                     nearest, i, j = _nearest(

@@ -53,13 +53,13 @@ def fill_lightest(
 def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: int) -> Integers:
     """Place each in the fullest bin with room, or open a bin. In descending order: <= 11/9 of the optimum.
 
-    Bins are linked lists by their room, `newest[room] -> bin -> before[bin] -> .. -> -1`, and rooms are
+    Bins are linked lists by their room, `newest[room] -> bin -> previous[bin] -> .. -> -1`, and rooms are
     counted in blocks, so that the search does not visit every bin.
     """
     assignment = np.full(len(sizes), -1, np.int64)
     newest = np.full(max_tokens + 1, -1)
     filled = np.zeros(max_tokens // BLOCK + 2, np.int64)
-    before = np.full(len(order), -1)
+    previous = np.full(len(order), -1)
     places = np.full(len(order), max_sequences, np.int64)
     count = 0
     for index in order:
@@ -72,13 +72,13 @@ def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: i
             count = count + 1
         else:
             position = newest[room]
-            newest[room] = before[position]
+            newest[room] = previous[position]
             filled[room // BLOCK] -= 1
         assignment[index] = position
         places[position] -= 1
         room -= sizes[index]
         if room > 0 and places[position] > 0:
-            before[position], newest[room] = newest[room], position
+            previous[position], newest[room] = newest[room], position
             filled[room // BLOCK] += 1
     return assignment
 

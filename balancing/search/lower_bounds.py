@@ -114,7 +114,7 @@ def minimum_step_times(
     """
     order = np.argsort(-weights, kind="stable")
     together = np.minimum(max_tokens // np.minimum.accumulate(sizes[order]), max_sequences)
-    before = np.concatenate([[0.0], np.cumsum(weights[order])])
+    sums = np.concatenate([[0.0], np.cumsum(weights[order])])
     heaviest = np.arange(1, len(order) + 1)
     levels = np.zeros(steps)
     for over in range(most_together):
@@ -122,7 +122,7 @@ def minimum_step_times(
         steps_of_them = np.maximum.accumulate(-(-crowded // ranks))
         forced = np.arange(1, min(steps, int(steps_of_them[-1])) + 1)
         first = np.maximum(np.searchsorted(steps_of_them, forced), over)
-        levels[: len(forced)] = np.maximum(levels[: len(forced)], before[first + 1] - before[first - over])
+        levels[: len(forced)] = np.maximum(levels[: len(forced)], sums[first + 1] - sums[first - over])
     return levels[levels > 0]
 
 
@@ -141,9 +141,9 @@ def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max
     large = int(
         np.searchsorted(-tokens, -(max_tokens // 2))
     )  # the sequences before it are above half the cap
-    taken = np.minimum(micro_batches, large)
-    of_large = np.concatenate([[0.0], np.cumsum(workload[:large])])[taken]
-    room = capacity - np.concatenate([[0], np.cumsum(tokens[:large])])[taken]
+    large_counts = np.minimum(micro_batches, large)
+    of_large = np.concatenate([[0.0], np.cumsum(workload[:large])])[large_counts]
+    room = capacity - np.concatenate([[0], np.cumsum(tokens[:large])])[large_counts]
     filled: Floats = of_large + _cut_off(tokens[large:], workload[large:], room)
     return filled
 

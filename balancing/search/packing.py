@@ -137,9 +137,9 @@ def most_by_best_fit(sizes: Integers, caps: Caps) -> int:
     """
     descending = -np.sort(-sizes)
     sequences = np.arange(len(sizes))
-    before = np.cumsum(descending) - descending
+    earlier_tokens = np.cumsum(descending) - descending
     held = caps.max_tokens - descending + 1
-    tight = np.minimum(before // held, sequences // -(-held // descending[0]))
+    tight = np.minimum(earlier_tokens // held, sequences // -(-held // descending[0]))
     return 1 + int((tight + sequences // caps.max_sequences).max())
 
 

@@ -248,10 +248,10 @@ def _insert_weight(
 
 @compiled
 def _join(
-    full: int, other: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
+    full: int, donor: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    for position in range(filled[other]):
-        heavy = rows[other, position]
+    for position in range(filled[donor]):
+        heavy = rows[donor, position]
         light = rows[full, -1 - position]
         following[last[light]], last[light] = heavy, last[heavy]
         sums[light] += sums[heavy]

@@ -139,10 +139,10 @@ def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, de
             break
         filling = _Filling(sizes, weights, request, dealt.steps)
         promising = all(move(filling) for move in moves) and filling.least_time() < lowest * (1 - LEAST_GAIN)
-        other = filling.rest_dealt() if promising else None
-        if other is not None and other.time(weights) < lowest:
-            best = other
-            lowest = other.time(weights)
+        candidate = filling.rest_dealt() if promising else None
+        if candidate is not None and candidate.time(weights) < lowest:
+            best = candidate
+            lowest = candidate.time(weights)
     return best
 
 
@@ -193,7 +193,7 @@ class _Filling:
         """Fill steps to the weight of several of the longest sequences together, while almost no
         rank waits.
         """
-        before = self.steps_left
+        steps_before = self.steps_left
         while self.steps_left > 1 and len(self.left):
             row = next(
                 (row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None
@@ -201,7 +201,7 @@ class _Filling:
             if row is None:
                 break
             self._take(row)
-        return self.steps_left < before
+        return self.steps_left < steps_before
 
     def bound_of_rest(self) -> StepTimeBound:
         if len(self.left) == 0:
@@ -258,18 +258,18 @@ class _Filling:
         )
 
     def _loads(self, row: Integers) -> Floats:
-        taken = row >= 0
-        return Grouping(row[taken], self._request.ranks).sums(self._weights[taken])
+        mask = row >= 0
+        return Grouping(row[mask], self._request.ranks).sums(self._weights[mask])
 
     def _waits_little(self, row: Integers) -> bool:
         loads = self._loads(row)
         return bool(loads.max() <= loads.mean() * (1 + GOOD_ENOUGH))
 
     def _take(self, row: Integers) -> None:
-        taken = row >= 0
-        self._group_of[taken] = row[taken] + (self._steps - self.steps_left) * self._request.ranks
+        mask = row >= 0
+        self._group_of[mask] = row[mask] + (self._steps - self.steps_left) * self._request.ranks
         self._time += float(self._loads(row).max())
-        self.left = self.left[~taken[self.left]]
+        self.left = self.left[~mask[self.left]]
         self.steps_left -= 1
 
 

@@ -66,13 +66,15 @@ def fit(
             prior = [_value(name, machine, efficiency) for name in names]
             values, spread[kind] = _fitted(alone or [row for _, row in rows], prior)
             crowds += [float(np.median(y / (x @ values))) for crowded, (x, y) in rows if crowded and alone]
-            found: dict[str, Any] = {
+            parameters: dict[str, Any] = {
                 name: 1 / value if name in INVERSE else value
                 for name, value in zip(names, values, strict=True)
             }
-            shares = {name: value for name, value in found.items() if hasattr(efficiency, name)}
+            shares = {name: value for name, value in parameters.items() if hasattr(efficiency, name)}
             efficiency = replace(efficiency, **shares)
-            machine = replace(machine, **{name: value for name, value in found.items() if name not in shares})
+            machine = replace(
+                machine, **{name: value for name, value in parameters.items() if name not in shares}
+            )
     if crowds:
         machine = replace(machine, contention=max(1.0, machine.contention * float(np.mean(crowds))))
     if rest := [_rest(run, machine, efficiency) for run in runs if len(run.rest)]:
@@ -87,7 +89,7 @@ def _value(name: str, machine: Machine, efficiency: Efficiency) -> float:
 
 def _fitted(rows: Sequence[Rows], prior: Sequence[float]) -> tuple[list[float], float]:
     """Return a positive value for each term, and the root mean square of relative errors."""
-    terms, seconds = (np.concatenate(each) for each in zip(*rows, strict=True))
+    terms, seconds = (np.concatenate(column) for column in zip(*rows, strict=True))
     stated = np.maximum(np.asarray(prior, np.float64), 1e-12)
     relative = terms * stated / seconds[:, None] / np.sqrt(len(seconds))
     pull = np.sqrt(PRIOR / len(stated)) * np.eye(len(stated))

@@ -115,9 +115,9 @@ def batches(workload: Workload, engines: int, slots: int) -> tuple[Floats, Float
     steps = np.diff(times)
     running = np.cumsum(change)[:-1]
     offset = np.cumsum(held)[:-1]
-    kept = steps > 0
-    middle = (times[:-1] + steps / 2)[kept]
-    return steps[kept], running[kept], offset[kept] + running[kept] * middle
+    mask = steps > 0
+    middle = (times[:-1] + steps / 2)[mask]
+    return steps[mask], running[mask], offset[mask] + running[mask] * middle
 
 
 def generation(
@@ -137,8 +137,8 @@ def generation(
     full = engine_step(
         *model, np.array([flight]), np.array([flight * (workload.prompts.mean() + half_way(workload))])
     )
-    each = crowd * float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
-    steady = each * float(workload.responses.sum()) / layout.engines / flight
+    step_seconds = crowd * float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
+    steady = step_seconds * float(workload.responses.sum()) / layout.engines / flight
     parts = {
         "weights": weights,
         "keys and values": read,
@@ -154,6 +154,6 @@ def generation(
 def prefill_flops(shape: ModelShape, workload: Workload, machine: Machine) -> float:
     """Count the FLOPs of prompts. Engines find a group's prompt in their cache, by whole blocks."""
     mean = float(workload.prompts.mean())
-    found = mean // machine.kv_block * machine.kv_block / mean if mean else 0.0
-    computed = workload.samples * mean - found * workload.repeated[0]
+    cached_share = mean // machine.kv_block * machine.kv_block / mean if mean else 0.0
+    computed = workload.samples * mean - cached_share * workload.repeated[0]
     return computed * (2 * shape.active + shape.attention * mean)

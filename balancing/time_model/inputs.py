@@ -166,7 +166,7 @@ class Workload:
         responses = whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
         lengths = prompts + responses
         later = np.arange(len(prompts)) % self.samples_per_prompt > 0
-        sums = [(float(each.sum()), float((each**2).sum())) for each in (lengths, prompts[later])]
+        sums = [(float(tokens.sum()), float((tokens**2).sum())) for tokens in (lengths, prompts[later])]
         counted = {
             "totals": sums[0],
             "repeated": sums[1],

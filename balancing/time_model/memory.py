@@ -40,7 +40,7 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
     words = shape.vocabulary * shape.hidden
     sharded = layout.dp * layout.cp / layout.replicate
     trained = shape.trained_share * needs.trained
-    kept = held / sharded * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
+    resident = held / sharded * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
     layers = shape.layers / layout.pp
     layer = max(0.0, held - 2 * words / layout.tp / layout.pp) / layers
     size = layout.bytes
@@ -51,12 +51,14 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
     )
     width = (shape.active - words) / shape.layers / shape.hidden  # of all products of a layer
     token = layout.max_tokens * shape.hidden * size
-    whole = ACTIVATIONS * width * token / shape.hidden / layout.tp
+    layer_activations = ACTIVATIONS * width * token / shape.hidden / layout.tp
     streams = STREAMS[layout.recomputed] * token
     streams = streams if layout.recomputed == 1 else streams / layout.tp
     # In a pipeline the first stage keeps as many micro-batches as there are stages.
-    activations = shape.layers * streams + whole if layout.recomputed else shape.layers * whole
-    return kept / GIB, (kept + passing + gradients + activations) / GIB
+    activations = (
+        shape.layers * streams + layer_activations if layout.recomputed else shape.layers * layer_activations
+    )
+    return resident / GIB, (resident + passing + gradients + activations) / GIB
 
 
 def engine_holds(shape: ModelShape, layout: Layout, needs: Needs) -> bool:

@@ -49,12 +49,12 @@ def training_halves(base: Layout, ranks: int, experts: int) -> Iterator[Half]:
     for tp in powers(min(base.gpus_per_node, ranks)):
         for pp in powers(min(MOST_STAGES, ranks // tp)):
             for cp in powers(min(MOST_SHARING, ranks // tp // pp)):
-                dp, left = divmod(ranks, tp * pp * cp)
-                for replicate in sorted({1, nodes} if not left and dp % nodes == 0 else {1}):
+                dp, remainder = divmod(ranks, tp * pp * cp)
+                for replicate in sorted({1, nodes} if not remainder and dp % nodes == 0 else {1}):
                     for ep in powers(min(experts, dp // replicate * cp * tp)):
-                        if not left and dp // replicate * cp * tp % ep == 0:
-                            found = {"dp": dp, "cp": cp, "tp": tp, "pp": pp, "ep": ep, "replicate": replicate}
-                            yield found | {"compiled": base.compiled and tp == 1}
+                        if not remainder and dp // replicate * cp * tp % ep == 0:
+                            half = {"dp": dp, "cp": cp, "tp": tp, "pp": pp, "ep": ep, "replicate": replicate}
+                            yield half | {"compiled": base.compiled and tp == 1}
 
 
 def engine_halves(base: Layout, shares: Mapping[str, float]) -> Iterator[tuple[int, Half]]:
@@ -67,11 +67,11 @@ def engine_halves(base: Layout, shares: Mapping[str, float]) -> Iterator[tuple[i
     splits = range(node, gpus, node) if base.nodes > 1 else range(1, gpus)
     placed = {"colocated": [(gpus, gpus)], "apart": [(ranks, gpus - ranks) for ranks in splits]}
     for placement, share in shares.items():
-        for ranks, left in placed[placement]:
-            for tp in powers(min(node, left)):
+        for ranks, engine_gpus in placed[placement]:
+            for tp in powers(min(node, engine_gpus)):
                 for staleness in STALENESS if placement == "apart" else STALENESS[:1]:
-                    found = {"placement": placement, "staleness": staleness, "engine_gib": share}
-                    yield ranks, found | {"engines": left // tp, "engine_tp": tp}
+                    half = {"placement": placement, "staleness": staleness, "engine_gib": share}
+                    yield ranks, half | {"engines": engine_gpus // tp, "engine_tp": tp}
 
 
 def best_layouts(
@@ -86,7 +86,7 @@ def best_layouts(
     """
     trainers: dict[int, list[tuple[float, Layout]]] = {}
     bounds: list[tuple[float, int, int]] = []  # (lower bound, engine half, place among its training halves)
-    found: list[tuple[float, int, StepTime, Layout]] = []
+    candidates: list[tuple[float, int, StepTime, Layout]] = []
     placed = list(engines)
     lowest = [_engine_bound(problem, replace(base, **half)) for _, half in placed]
 
@@ -100,9 +100,9 @@ def best_layouts(
     for number in range(len(placed)):
         push(number, 0)
     evaluated = 0
-    while bounds or found:
-        if found and (not bounds or found[0][0] <= bounds[0][0]):
-            _, _, seconds, layout = heappop(found)
+    while bounds or candidates:
+        if candidates and (not bounds or candidates[0][0] <= bounds[0][0]):
+            _, _, seconds, layout = heappop(candidates)
             yield seconds, layout
             continue
         _, number, place = heappop(bounds)
@@ -112,21 +112,29 @@ def best_layouts(
         if fits(layout):
             evaluated += 1
             step = problem.seconds(layout)
-            heappush(found, (step.seconds, evaluated, step, layout))
+            heappush(candidates, (step.seconds, evaluated, step, layout))
 
 
 def _by_seconds(problem: Problem, base: Layout, halves: Iterable[Half]) -> list[tuple[float, Layout]]:
-    found = []
+    timed_layouts = []
     for half in halves:
         layout = replace(base, **half)
-        made = training(problem.shape, layout, problem.workload, problem.machine, problem.efficiency)
-        found.append((made.forward + made.update + made.collectives + made.optimizer, layout))
-    return sorted(found, key=lambda each: each[0])
+        training_time = training(problem.shape, layout, problem.workload, problem.machine, problem.efficiency)
+        timed_layouts.append(
+            (
+                training_time.forward
+                + training_time.update
+                + training_time.collectives
+                + training_time.optimizer,
+                layout,
+            )
+        )
+    return sorted(timed_layouts, key=lambda timed_layout: timed_layout[0])
 
 
 def _engine_bound(problem: Problem, layout: Layout) -> Callable[[float], float]:
     """Return the least seconds of a step from those of its training half."""
-    made = generation(problem.shape, layout, problem.workload, problem.machine, problem.efficiency)
+    generation_time = generation(problem.shape, layout, problem.workload, problem.machine, problem.efficiency)
     if layout.staleness:
-        return lambda trained: max(trained, made.prefill + made.steady)
-    return lambda trained: trained + made.prefill + made.decode
+        return lambda trained: max(trained, generation_time.prefill + generation_time.steady)
+    return lambda trained: trained + generation_time.prefill + generation_time.decode

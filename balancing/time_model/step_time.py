@@ -68,13 +68,13 @@ def step_time(
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
 ) -> StepTime:
     """Predict a step. The layout must be valid and fit into memory, which nothing here checks."""
-    made = generation(shape, layout, workload, machine, efficiency)
+    sampling = generation(shape, layout, workload, machine, efficiency)
     trained = training(shape, layout, workload, machine, efficiency)
     reward = workload.samples * workload.reward_seconds / workload.reward_workers
     seconds = {
-        "prefill": made.prefill,
-        "decode": made.decode,
-        "reward": max(workload.reward_seconds, reward - made.decode),
+        "prefill": sampling.prefill,
+        "decode": sampling.decode,
+        "reward": max(workload.reward_seconds, reward - sampling.decode),
         "log_probs": trained.forward,
         "update": trained.update,
         "optimizer": trained.optimizer,
@@ -85,18 +85,20 @@ def step_time(
     }
     errors = {name: efficiency.spread[kind] for name, kind in (ENGINES | TRAINER | BOTH).items()}
     phases = {
-        each: Interval(s, s * (1 - errors[each]), s * (1 + errors[each])) for each, s in seconds.items()
+        name: Interval(s, s * (1 - errors[name]), s * (1 + errors[name])) for name, s in seconds.items()
     }
     steps = [
-        _scheduled({each: phase[i] for each, phase in phases.items()}, made, layout, workload)
+        _scheduled({name: phase[i] for name, phase in phases.items()}, sampling, layout, workload)
         for i in range(3)
     ]
     total, limit = steps[0]
     on_trainer = sum(seconds[name] for name in (*TRAINER, *BOTH))
     on_engines = (
-        (made.prefill + made.decode) * made.busy if not layout.staleness else made.steady + made.prefill
+        (sampling.prefill + sampling.decode) * sampling.busy
+        if not layout.staleness
+        else sampling.steady + sampling.prefill
     )
-    bounds = {"decode": made.bound, "update": trained.bound}
+    bounds = {"decode": sampling.bound, "update": trained.bound}
     return StepTime(
         phases,
         Interval(*(step for step, _ in steps)),
@@ -107,13 +109,13 @@ def step_time(
 
 
 def _scheduled(
-    seconds: Mapping[str, float], made: Generation, layout: Layout, workload: Workload
+    seconds: Mapping[str, float], sampling: Generation, layout: Layout, workload: Workload
 ) -> tuple[float, str]:
     """Return the step's seconds and the phase that limits it."""
     engines, trainer, both = (sum(seconds[name] for name in names) for names in (ENGINES, TRAINER, BOTH))
     if not layout.staleness:
         return engines + trainer + both, max(seconds, key=lambda name: seconds[name])
-    steady = seconds["prefill"] + made.steady * seconds["decode"] / made.decode
+    steady = seconds["prefill"] + sampling.steady * seconds["decode"] / sampling.decode
     groups = workload.samples / workload.samples_per_prompt
     window = max(1.0, layout.window * (layout.staleness + 1) * groups) / groups
     flight = layout.staleness + 1 + max(0.0, window - 1)

@@ -69,8 +69,8 @@ def shares(layout: Layout, workload: Workload) -> Shares:
     longest = workload.longest
     tokens = max(tokens / layout.dp, longest)
     squared = max(squared / layout.dp, longest**2)
-    each = tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
-    return Shares(tokens / layout.cp, squared / layout.cp, max(1, ceil(each)) * workload.updates)
+    micro_batches = tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
+    return Shares(tokens / layout.cp, squared / layout.cp, max(1, ceil(micro_batches)) * workload.updates)
 
 
 def training(

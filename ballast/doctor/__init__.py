@@ -43,7 +43,7 @@ def examine(options: Namespace, report: Report) -> None:
     checked = config or load(None, ANYWHERE)
     connected = False
     with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
-        with report.guarding("Ray", "see docs/troubleshooting.md", told=False), ExitStack() as stack:
+        with report.guarding("Ray", "see docs/troubleshooting.md", verbose=False), ExitStack() as stack:
             with looking_at("Ray"):
                 stack.enter_context(ray_session(checked, Console(rich.console.Console(quiet=True))))
             connected = True
@@ -60,8 +60,8 @@ def configuration(options: Namespace, report: Report) -> Config | None:
     advice = "python -m controller.fit --config FILE --dry-run explains it"
     config = None
     try:
-        given = options.overrides if options.config else (*ANYWHERE, *options.overrides)
-        config = load(options.config, given)
+        overrides = options.overrides if options.config else (*ANYWHERE, *options.overrides)
+        config = load(options.config, overrides)
         if options.config:
             check(config)
             with looking_at("the models"):

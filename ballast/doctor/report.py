@@ -60,13 +60,13 @@ class Report:
         self.findings += findings
 
     @contextmanager
-    def guarding(self, name: str, advice: str, *, told: bool = True) -> Iterator[None]:
+    def guarding(self, name: str, advice: str, *, verbose: bool = True) -> Iterator[None]:
         """Turn an exception of the block into a finding, so that later checks still run.
 
-        told: print the name of a slow check, as `looking_at` does.
+        verbose: print the name of a slow check, as `looking_at` does.
         """
         try:
-            with looking_at(name) if told else nullcontext():
+            with looking_at(name) if verbose else nullcontext():
                 yield
         except Exception as error:  # a check may fail in any way, and Ctrl-C passes
             self.add(fail(name, cause_of(error)[:LONGEST_TEXT], advice))
@@ -92,8 +92,8 @@ def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
             nodes.setdefault(finding, []).append(node)
     order = list(dict.fromkeys(finding.name for findings in by_node.values() for finding in findings))
     return [
-        replace(finding, name=f"{finding.name} ({_of(where, len(by_node))})")
-        for finding, where in sorted(nodes.items(), key=lambda item: order.index(item[0].name))
+        replace(finding, name=f"{finding.name} ({_of(node_names, len(by_node))})")
+        for finding, node_names in sorted(nodes.items(), key=lambda item: order.index(item[0].name))
     ]
 
 

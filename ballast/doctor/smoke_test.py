@@ -61,7 +61,7 @@ class LinkWorker(Worker):
     @dispatch(Split.ALL)
     def time_all_reduce(self, byte_count: int, repeats: int) -> tuple[float, float]:
         """Return (median seconds of an all-reduce, largest sum of a tensor of ones)."""
-        taken = []
+        durations = []
         largest = 0.0
         for _ in range(1 + repeats):
             numbers = torch.ones(byte_count // 4, device=self.device)
@@ -69,8 +69,8 @@ class LinkWorker(Worker):
             start = time.perf_counter()
             dist.all_reduce(numbers)
             largest = max(largest, float(numbers.max()))  # on a GPU this waits for the result
-            taken.append(time.perf_counter() - start)
-        return median(taken[1:]), largest
+            durations.append(time.perf_counter() - start)
+        return median(durations[1:]), largest
 
 
 def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
@@ -160,11 +160,11 @@ class _Complete(Exception):  # noqa: N818 - ends the run after its last step, be
     pass
 
 
-def settings_for(asked: Config, model: str, folder: Path) -> Config:
+def settings_for(run_config: Config, model: str, folder: Path) -> Config:
     """Write data and reward into `folder`, and return settings of a run with one rank, one engine and
     `model`.
 
-    Devices, placement and dtype follow `asked`.
+    Devices, placement and dtype follow `run_config`.
     """
     prompts = [{"prompt": string.ascii_letters[row : row + 16]} for row in range(8)]
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
@@ -174,9 +174,9 @@ def settings_for(asked: Config, model: str, folder: Path) -> Config:
         f"data.train={folder}/train.jsonl",
         f"reward.function={folder}/reward.py:reward",
     )
-    config = load(None, [*SETTINGS, *ENGINE[asked.device], *files, f"model.path={model}"])
-    config.resources = asked.resources
-    config.rollout.placement, config.model.dtype = asked.rollout.placement, asked.model.dtype
+    config = load(None, [*SETTINGS, *ENGINE[run_config.device], *files, f"model.path={model}"])
+    config.resources = run_config.resources
+    config.rollout.placement, config.model.dtype = run_config.rollout.placement, run_config.model.dtype
     return config
 
 
@@ -196,10 +196,12 @@ def train_two_steps(config: Config, report: Report) -> None:
             ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}")
         )
         train(run, step, [keep])
-    before, after = steps
-    report.add(ok("log-probs before an update", _difference(before, config)))
-    text = f"{_difference(after, config)}; weights were sent in {before['time/weights_s']:.2f} s"
-    if before["policy/grad_norm"] > 0:
+    metrics_before, metrics_after = steps
+    report.add(ok("log-probs before an update", _difference(metrics_before, config)))
+    text = (
+        f"{_difference(metrics_after, config)}; weights were sent in {metrics_before['time/weights_s']:.2f} s"
+    )
+    if metrics_before["policy/grad_norm"] > 0:
         report.add(ok("log-probs after it", text))
     else:
         report.add(

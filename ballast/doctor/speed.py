@@ -25,9 +25,9 @@ def speed(*, cuda: bool) -> Finding:
         a = torch.randn(size, size, device=device, dtype=dtype)
         small = torch.ones(1, device=device)
         many = torch.ones(2**28 if cuda else 2**25, device=device, dtype=dtype)
-        other = torch.empty_like(many)
+        target = torch.empty_like(many)
         tflops = 2 * size**3 / _seconds(lambda: torch.mm(a, a), cuda) / 1e12
-        copied = 2 * many.nbytes / _seconds(lambda: other.copy_(many), cuda) / 1e9
+        copied = 2 * many.nbytes / _seconds(lambda: target.copy_(many), cuda) / 1e9
         call = _seconds(lambda: [small.add_(1) for _ in range(100)], cuda) / 100
     finally:
         torch.set_num_threads(threads)
@@ -38,11 +38,11 @@ def speed(*, cuda: bool) -> Finding:
 
 def _seconds(call: Callable[[], object], cuda: bool) -> float:
     """Return the least seconds of a call. The first warms up."""
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         call()
         if cuda:
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -146,12 +146,14 @@ class Lanes:
 
     def _waits(self, order: _Order) -> bool:
         if order.begin is not None:
-            return any(before.work and before.meets(order) for before in self._waiting)
-        if not order.may_begin() or any(before.work or before.meets(order) for before in self._waiting):
+            return any(earlier_order.work and earlier_order.meets(order) for earlier_order in self._waiting)
+        if not order.may_begin() or any(
+            earlier_order.work or earlier_order.meets(order) for earlier_order in self._waiting
+        ):
             return True
         gone = None if order.replaced is None else order.replaced()
-        met = [each for each, before in self._rounds if before.meets(order)]
-        return any(gone is None or each.adapter in gone for each in met)
+        met = [sampling_round for sampling_round, earlier_order in self._rounds if earlier_order.meets(order)]
+        return any(gone is None or sampling_round.adapter in gone for sampling_round in met)
 
     def _pump(self) -> None:
         try:
@@ -162,7 +164,7 @@ class Lanes:
                 order.future.set_exception(error)
             self._rounds.clear()
             return
-        for finished in [each for each in self._rounds if each[0].done]:
+        for finished in [entry for entry in self._rounds if entry[0].done]:
             self._rounds.remove(finished)
             sampling_round, order = finished
             sampling_round.end()

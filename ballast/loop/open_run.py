@@ -154,14 +154,14 @@ class OpenRun:
             raise ConfigError(
                 f"adapter={adapter!r}: the engines do not have it. Call publish(adapter=...) first."
             )
-        asked = [self._prompt(prompt) for prompt in prompts]
+        parsed_prompts = [self._prompt(prompt) for prompt in prompts]
         run = self._run
         step = self.steps + 1
-        by_uid = {prompt.uid: prompt for prompt in asked}
+        by_uid = {prompt.uid: prompt for prompt in parsed_prompts}
         settings = sampling or self.config.rollout.sampling
-        begin = partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter, version)
-        found = self._lanes.sample(begin, adapter)
-        return _then(found, partial(self._sampled, by_uid, record))
+        begin = partial(SamplingRound, run.buffer, parsed_prompts, n, settings, step, seed, adapter, version)
+        future = self._lanes.sample(begin, adapter)
+        return _then(future, partial(self._sampled, by_uid, record))
 
     def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[Passed]:
         """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them.
@@ -195,8 +195,8 @@ class OpenRun:
         chosen = np.arange(len(batch)) if rows is None else np.asarray(rows)
         if not isinstance(settings, SUMS):
             self._count(batch, chosen, settings, f"{role} {adapter}")
-        whole = with_columns(batch, columns or {})
-        return self._lanes.train(lambda: self._backward(method, whole, chosen, settings, role))
+        full_batch = with_columns(batch, columns or {})
+        return self._lanes.train(lambda: self._backward(method, full_batch, chosen, settings, role))
 
     def step(
         self, role: str = "policy", *, adapter: str = "", **settings: float | None
@@ -206,9 +206,9 @@ class OpenRun:
         Returns `grad_norm`, `learning_rate`, and `skipped_steps`, 1 if a gradient was not finite.
         """
         method = self._role(role, adapter=adapter)
-        given = StepSettings(**settings)
+        step_settings = StepSettings(**settings)
         self._means.pop(f"{role} {adapter}", None)
-        return self._lanes.train(lambda: self._take_step(method, given, role))
+        return self._lanes.train(lambda: self._take_step(method, step_settings, role))
 
     def publish(self, *, adapter: str = "") -> Future[int]:
         """Send the policy's weights to the engines, between earlier and later samples. Returns their version.
@@ -276,7 +276,7 @@ class OpenRun:
         outcome = Outcome(self._run.progress.before, self._run.progress.latest, tuple(self._rows), self.steps)
         self._run.record.writer.summary(outcome.summary())
 
-    def _role(self, role: str, *others: str, adapter: str = "") -> Callable[[str], Any]:
+    def _role(self, role: str, *other_roles: str, adapter: str = "") -> Callable[[str], Any]:
         """Return a function that finds a role's methods by name, of the LoRA policy `adapter` if there are
         several.
 
@@ -287,7 +287,7 @@ class OpenRun:
         if bool(adapter) != (role == "policy" and policies > 1):
             fix = "Leave it out" if adapter else "Name the policy"
             raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
-        if role == "reference" and role in others:
+        if role == "reference" and role in other_roles:
             return roles.of_reference
         if role not in OUTPUTS or role not in roles.trained:
             raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
@@ -332,9 +332,9 @@ class OpenRun:
             PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(0), uid=uid
         )
 
-    def _sampled(self, by_uid: Mapping[str, Prompt], record: bool, found: RolloutBatch) -> Samples:
+    def _sampled(self, by_uid: Mapping[str, Prompt], record: bool, sampled_batch: RolloutBatch) -> Samples:
         buffer = self._run.buffer
-        rollout = buffer.shaped(buffer.without_dropped(found))
+        rollout = buffer.shaped(buffer.without_dropped(sampled_batch))
         batch = with_record_columns(rollout.rows, by_uid, self.config.loss_columns)
         groups = np.unique(batch["uid"], return_inverse=True)[1]
         batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch)).with_meta(
@@ -354,11 +354,13 @@ class OpenRun:
         }
 
     def _forward(self, method: Any, batch: RemoteBatch, role: str) -> Passed:
-        of = f"{role}.{OUTPUTS[role]}"  # without a KL, a LoRA policy's reference has no limits
-        plan = self._run.planner.forward_plan(batch, of if of in self.config.limits else "policy.log_probs")
+        pass_name = f"{role}.{OUTPUTS[role]}"  # without a KL, a LoRA policy's reference has no limits
+        plan = self._run.planner.forward_plan(
+            batch, pass_name if pass_name in self.config.limits else "policy.log_probs"
+        )
         with on_training_roles(self._run, "log_probs"):
-            found = method(batch, plan)
-        return Passed(results(found.metrics), found.tokens)
+            outputs = method(batch, plan)
+        return Passed(results(outputs.metrics), outputs.tokens)
 
     def _backward(
         self, method: Callable[[str], Any], batch: RemoteBatch, rows: np.ndarray, loss: Any, role: str
@@ -366,9 +368,9 @@ class OpenRun:
         part, plan = part_of(self._run, batch, rows, f"{role}.update")
         with on_training_roles(self._run, "update"):
             if role == "policy":
-                found = method("forward_backward_log_probs")(part, plan, loss)
-                metrics = found.metrics
-                tokens = found.tokens
+                outputs = method("forward_backward_log_probs")(part, plan, loss)
+                metrics = outputs.metrics
+                tokens = outputs.tokens
                 self._since.trained = batch
                 self._run.record.plans([plan], lengths=part["length"])
             else:
@@ -378,9 +380,9 @@ class OpenRun:
             self._since.updates.append(metrics)
         return Passed(results(metrics), tokens)
 
-    def _take_step(self, method: Callable[[str], Any], given: StepSettings, role: str) -> dict[str, float]:
+    def _take_step(self, method: Callable[[str], Any], settings: StepSettings, role: str) -> dict[str, float]:
         with on_training_roles(self._run, "update"):
-            metrics: Metrics = method("optimizer_step")(given)
+            metrics: Metrics = method("optimizer_step")(settings)
         self._run.record.add(prefixed(role, results(metrics)))
         if role == "policy":
             self._end_step()
@@ -465,15 +467,15 @@ def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
 
 
 def prepared(
-    config: Config, given: GivenFunctions = NONE_GIVEN
+    config: Config, functions: GivenFunctions = NONE_GIVEN
 ) -> Callable[[], AbstractContextManager[OpenRun]]:
     """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the
     block.
 
-    given: functions passed to the call. Neither data nor a reward is needed. Raises as
+    functions: passed to the call. Neither data nor a reward is needed. Raises as
     `controller.fit.prepare`.
     """
-    check(config, given, needs_data=False)
+    check(config, functions, needs_data=False)
     if config.rollout.max_staleness:
         raise ConfigError(
             f"rollout.max_staleness={config.rollout.max_staleness}: your loop decides when to sample and "
@@ -481,7 +483,7 @@ def prepared(
         )
 
     def read(log: Log) -> Inputs:
-        return read_inputs(config, log, given) if config.has_data else inputs_without_data(config)
+        return read_inputs(config, log, functions) if config.has_data else inputs_without_data(config)
 
     inputs, console = ready(config, read)
     return partial(_started, config, inputs, console, locked(config, lambda: None))

@@ -155,9 +155,9 @@ def _size_of_trl(
         to_decide.append(f"{command.size}: {PER_DEVICE} x {ACCUMULATION} must be whole numbers above 0.")
         return
     ours[command.size] = sizes[0] * sizes[1] * (above_0(theirs.get(PROCESSES)) or 1)
-    of = "packed rows, each of several records, " if theirs.get("packing") is True else ""
-    if of or not above_0(theirs.get(PROCESSES)):
-        to_decide.append(f"{command.size}={ours[command.size]}: {of}of one GPU. Multiply it by yours.")
+    unit = "packed rows, each of several records, " if theirs.get("packing") is True else ""
+    if unit or not above_0(theirs.get(PROCESSES)):
+        to_decide.append(f"{command.size}={ours[command.size]}: {unit}of one GPU. Multiply it by yours.")
 
 
 def _tell_trl(

@@ -148,16 +148,16 @@ def _without_replaced(parent: Any, child: Any) -> Any:
     """Drop from `parent` the sections that `child` replaces as a whole: marked so, or of another
     kind there.
     """
-    kept = OmegaConf.create()
+    base = OmegaConf.create()
     for key in parent:
-        before = parent._get_node(key)
-        after = child._get_node(key)
-        is_section = OmegaConf.is_dict(after)
-        if after is None:
-            kept[key] = before
-        elif is_section and OmegaConf.is_dict(before) and not after.pop("_override_", False):
-            kept[key] = _without_replaced(before, after)
-    return kept
+        parent_node = parent._get_node(key)
+        child_node = child._get_node(key)
+        is_section = OmegaConf.is_dict(child_node)
+        if child_node is None:
+            base[key] = parent_node
+        elif is_section and OmegaConf.is_dict(parent_node) and not child_node.pop("_override_", False):
+            base[key] = _without_replaced(parent_node, child_node)
+    return base
 
 
 def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
@@ -206,14 +206,14 @@ def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
     split.
     """
     if isinstance(node, ast.Name) and node.id in assigned:
-        others = {name: value for name, value in assigned.items() if name != node.id}
-        return _data_set(assigned[node.id], others)
+        assignments = {name: value for name, value in assigned.items() if name != node.id}
+        return _data_set(assigned[node.id], assignments)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        whole = _data_set(node.value, assigned)
+        dataset = _data_set(node.value, assigned)
         split = str(node.slice.value)
-        if whole.endswith((".json", ".jsonl", ".parquet")):
-            return whole if split == "train" else ""  # the only split of a file
-        return f"{whole}@{split}" if whole and "@" not in whole else ""
+        if dataset.endswith((".json", ".jsonl", ".parquet")):
+            return dataset if split == "train" else ""  # the only split of a file
+        return f"{dataset}@{split}" if dataset and "@" not in dataset else ""
     if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
         return ""
     values = dict(zip(("path", "name"), node.args, strict=False))

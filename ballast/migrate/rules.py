@@ -159,11 +159,13 @@ def paths_of(value: Any) -> list[str]:
 
 def set_validation(paths: Sequence[Any], settings: Settings, to_decide: list[str]) -> None:
     """Take the first file, and name the others: there is one here."""
-    first, *others = [str(path) for path in paths] or [""]
+    first, *other_paths = [str(path) for path in paths] or [""]
     if first:
         settings["data.validation"] = first
-    if others:
-        to_decide.append(f"data.validation={first}: one file here. Join the others: {', '.join(others)}.")
+    if other_paths:
+        to_decide.append(
+            f"data.validation={first}: one file here. Join the others: {', '.join(other_paths)}."
+        )
 
 
 def shares_of(paths: Sequence[str], to_decide: list[str]) -> dict[str, float]:

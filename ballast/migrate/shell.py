@@ -26,7 +26,7 @@ ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 COMMAND = re.compile(r"\$\((?!\()(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 OPTION = re.compile(r"--[A-Za-z]|[+~]{0,2}[A-Za-z_]\w*(?:[./@]\w+)+=")
 HIDDEN = {" ": "\x1c", '"': "\x1d", "'": "\x1e", "#": "\x1f"}  # in $(...), which stays one word
-SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
+SHOWN = {hidden: letter for letter, hidden in HIDDEN.items()}
 COMPARISONS = {
     "=": operator.eq,
     "==": operator.eq,

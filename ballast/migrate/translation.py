@@ -28,7 +28,7 @@ from workers.errors import ConfigError
 
 KNOWN = FIT.known
 ROWS = [row for row in counterparts() if row.is_of(KNOWN) and row.system not in TABLES.values()]
-OPTIONS = {key for key, found in KNOWN.items() if found.type == Options}
+OPTIONS = {key for key, setting in KNOWN.items() if setting.type == Options}
 INSTEAD = {
     "data.train": ("data.sources",),
     "reward.function": ("rollout.environment", "reward.functions", "reward.model.path"),
@@ -111,10 +111,10 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
     rows = _rows([row for row in ROWS if row.system == system], recipe, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
-    known = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
+    row_values = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
     named = {key: value for key, value in recipe.items() if key.startswith(("env.", "select."))}
     defaults = {key: migration.settings[key] for key in migration.defaults}
-    derive(system, named | known, migration.settings, migration.open)
+    derive(system, named | row_values, migration.settings, migration.open)
     _follow_derived(migration, defaults)
     if "resources.device" not in migration.settings:
         migration.settings["resources.device"] = "cuda"
@@ -134,17 +134,17 @@ def _name_switched_off(recipe: Mapping[str, Any], prepared: Mapping[str, Any], m
     renamed_values = [value for key, value in prepared.items() if key not in recipe]
     off = [key for key, value in recipe.items() if key not in prepared and value not in renamed_values]
     if off:
-        more = f" and {len(off) - 8} more" if len(off) > 8 else ""
-        migration.without.append(f"{', '.join(off[:8])}{more}: other keys switch them off there")
+        rest = f" and {len(off) - 8} more" if len(off) > 8 else ""
+        migration.without.append(f"{', '.join(off[:8])}{rest}: other keys switch them off there")
 
 
 def _follow_derived(migration: Migration, defaults: Mapping[str, Any]) -> None:
     """Tell the value that a default has in our unit, and no default of a setting that is gone."""
-    for key, before in defaults.items():
+    for key, default in defaults.items():
         if key not in migration.settings:
             del migration.defaults[key]
-        elif migration.settings[key] != before:
-            reason = migration.defaults[key].removeprefix(text_of(before))
+        elif migration.settings[key] != default:
+            reason = migration.defaults[key].removeprefix(text_of(default))
             migration.defaults[key] = f"{text_of(migration.settings[key])}{reason}"
 
 
@@ -193,8 +193,8 @@ def _system(recipe: Mapping[str, Any]) -> tuple[str, str]:
     telling = telling or [
         key for key in recipe if any(_matches(row, key) for row in ROWS if row.system == system)
     ]
-    more = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
-    return system, f"{', '.join(telling[:3])}{more}, {counts[system]} of {len(recipe)} keys"
+    rest = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
+    return system, f"{', '.join(telling[:3])}{rest}, {counts[system]} of {len(recipe)} keys"
 
 
 def _matches(row: Counterpart, key: str) -> bool:
@@ -208,19 +208,20 @@ def _rows(
 
     Defaults first, rows of several settings before rows of one, switches last.
     """
-    found = []
+    entries = []
     for theirs, value in recipe.items():
         row = next((row for row in of_system if _matches(row, theirs)), None)
         if row:
-            found.append((theirs, value, row, True))
+            entries.append((theirs, value, row, True))
         else:
             migration.unknown.append(f"{theirs}={text_of(value)}")
-    named = {row.key for _, _, row, _ in found}
-    found += [
+    named = {row.key for _, _, row, _ in entries}
+    entries += [
         (row.key, typed(row.default), row, False) for row in of_system if row.default and row.key not in named
     ]
     return sorted(
-        found, key=lambda each: (bool({"true", "false"} & set(each[2].values)), each[3], -len(each[2].here))
+        entries,
+        key=lambda entry: (bool({"true", "false"} & set(entry[2].values)), entry[3], -len(entry[2].here)),
     )
 
 
@@ -230,9 +231,9 @@ def text_of(value: Any) -> str:
 
 def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, is_given: bool) -> None:
     changes: dict[str, Any] = {}
-    shown = f"{theirs}={text_of(value)}"
+    assignment = f"{theirs}={text_of(value)}"
     if isinstance(value, str) and "$" in value:
-        migration.open.append(f"{shown}: a value that only its own program knows; {row.answer}.")
+        migration.open.append(f"{assignment}: a value that only its own program knows; {row.answer}.")
         return
     if row.key in keys_of(row.system):
         return
@@ -243,9 +244,9 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
             changes |= {key: typed(ours) for key, ours in row.values[text_of(one)].items()}
         elif not row.here:
             if is_given:
-                migration.without.append(f"{shown}: {row.note}")
+                migration.without.append(f"{assignment}: {row.note}")
         elif value is not None:
-            changes |= _passed_on(migration, row, shown, one)
+            changes |= _passed_on(migration, row, assignment, one)
     for key, ours in changes.items():
         if is_given:
             migration.settings[key] = ours
@@ -256,34 +257,40 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
         else:
             migration.settings[key] = ours
             migration.defaults[key] = (
-                f"{text_of(ours)} ({shown} there, {text_of(migration.command.known[key].default)} here)"
+                f"{text_of(ours)} ({assignment} there, {text_of(migration.command.known[key].default)} here)"
             )
     if is_given and changes and row.note and not in_table:
-        migration.differs.append(f"{shown}: {row.answer}")
+        migration.differs.append(f"{assignment}: {row.answer}")
 
 
-def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -> dict[str, Any]:
+def _passed_on(migration: Migration, row: Counterpart, assignment: str, value: Any) -> dict[str, Any]:
     value = typed(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
     if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
-        (key,), name = row.here, shown.partition("=")[0].rpartition(".")[2].replace("-", "_")
+        (key,), name = row.here, assignment.partition("=")[0].rpartition(".")[2].replace("-", "_")
         return {key: {**migration.settings.get(key, {}), name: value}}
     if row.here == ("model.lora.target_modules",) and isinstance(value, list):
         value = ",".join(map(str, value))
     is_list = isinstance(value, list) and len(value) == len(row.here)
-    known = migration.command.known
-    takes = partial(_takes, known)
+    known_settings = migration.command.known
+    takes = partial(_takes, known_settings)
     values = value if is_list and not all(map(takes, row.here, [value])) else [value] * len(row.here)
     changes = {
-        key: one for key, one in zip(row.here, values, strict=True) if key in known and takes(key, one)
+        key: one
+        for key, one in zip(row.here, values, strict=True)
+        if key in known_settings and takes(key, one)
     }
     if len(changes) < len(row.here):
-        migration.open.append(f"{shown}: {row.answer}, which does not take this value.")
+        migration.open.append(f"{assignment}: {row.answer}, which does not take this value.")
         return {}
     return changes
 
 
-def _takes(known: Mapping[str, Setting], key: str, value: Any) -> bool:
-    return key in known and is_of_type(value, known[key].type) and known[key].allows(value)
+def _takes(known_settings: Mapping[str, Setting], key: str, value: Any) -> bool:
+    return (
+        key in known_settings
+        and is_of_type(value, known_settings[key].type)
+        and known_settings[key].allows(value)
+    )
 
 
 def _check(command: Command, chosen: Mapping[str, Any]) -> None:
@@ -303,8 +310,12 @@ def _settle(migration: Migration) -> None:
             _check(migration.command, chosen)
             return
         except ConfigError as error:
-            told = tuple(f"{key}={value!r}" for key, value in chosen.items() if value in PLACES_OF_EPISODES)
-            errors = [str(one) for one in getattr(error, "errors", [error]) if not str(one).startswith(told)]
+            prefixes = tuple(
+                f"{key}={value!r}" for key, value in chosen.items() if value in PLACES_OF_EPISODES
+            )
+            errors = [
+                str(one) for one in getattr(error, "errors", [error]) if not str(one).startswith(prefixes)
+            ]
             text = " ".join(errors)
             if not text:  # no file of a placeholder, which is listed already
                 return

@@ -44,36 +44,36 @@ def _show(arguments: Sequence[str] | None) -> None:
     number = options.session
     steps = run.validated_steps if options.validation else sorted({row["step"] for row in run.samples})
     step = max(steps, default=0) if step is None else step
-    found = (
+    samples = (
         run.validation(step) if options.validation else (row for row in run.samples if row["step"] == step)
     )
-    rows = list(filter(is_whole, found))
+    rows = list(filter(is_whole, samples))
     if not rows:
-        known = (
+        hint = (
             f"Recorded are {steps[0]} to {steps[-1]}"
             if steps
             else "Name the folder of a run that has made steps"
         )
-        raise DataError(f"--step={step}: {run.path} has no samples of it. {known}.")
+        raise DataError(f"--step={step}: {run.path} has no samples of it. {hint}.")
     title = f"{'validation at ' * options.validation}step {step}"
     if number is not None and not 0 < number <= len(rows):
         raise DataError(
             f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}."
         )
-    shown = _table(title, rows) if number is None else drawn(rows[number - 1], f"{title}, session {number}")
-    plain_console(sys.stdout).print(shown, soft_wrap=False)
+    view = _table(title, rows) if number is None else drawn(rows[number - 1], f"{title}, session {number}")
+    plain_console(sys.stdout).print(view, soft_wrap=False)
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    found = list(map(summary, rows))
+    summaries = list(map(summary, rows))
     table = Table("session", title=title, title_justify="left", box=None, expand=True, pad_edge=False)
-    names = [name for name in COLUMNS if any(name in each for each in found)]
+    names = [name for name in COLUMNS if any(name in numbers for numbers in summaries)]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)
-    for number, (row, numbers) in enumerate(zip(rows, found, strict=True), start=1):
-        asked = re.split(r"(?:^|\n\n)user: ", str(row.get("prompt", "")))[-1]
-        line = " ".join(clean(asked, SHOWN).split())
+    for number, (row, numbers) in enumerate(zip(rows, summaries, strict=True), start=1):
+        question = re.split(r"(?:^|\n\n)user: ", str(row.get("prompt", "")))[-1]
+        line = " ".join(clean(question, SHOWN).split())
         table.add_row(str(number), *(numbers.get(name, "") for name in names), line)
     return table
 

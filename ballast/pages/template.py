@@ -29,25 +29,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", metavar="MODEL_OR_FILE", help="a model's folder or name, or a Jinja file")
     parser.add_argument("arguments", metavar="name=value", nargs="*", help="variables of the template")
-    given = parser.parse_args(None if arguments is None else list(arguments))
+    namespace = parser.parse_args(None if arguments is None else list(arguments))
     try:
-        options = dict(map(_argument, given.arguments))
-        is_file = Path(given.source).is_file()
-        model = None if is_file else read_model_files(given.source, "MODEL")
+        options = dict(map(_argument, namespace.arguments))
+        is_file = Path(namespace.source).is_file()
+        model = None if is_file else read_model_files(namespace.source, "MODEL")
         template = (
             template_of(model.folder)
             if model
-            else Template(read_template(given.source, "FILE"), PLACEHOLDERS)
+            else Template(read_template(namespace.source, "FILE"), PLACEHOLDERS)
         )
         if template is None:
-            raise ConfigError(f"MODEL={given.source}: the model has no chat template. Name a Jinja file.")
-        found = examine(template, [], options, f"the chat template of {given.source}", TIMEOUT_S, model)
+            raise ConfigError(f"MODEL={namespace.source}: the model has no chat template. Name a Jinja file.")
+        report = examine(template, [], options, f"the chat template of {namespace.source}", TIMEOUT_S, model)
     except (BallastError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    assert found is not None  # without prompts, failures are raised
-    print("\n".join(page(found)))
-    return int(found.findings.refuses)
+    assert report is not None  # without prompts, failures are raised
+    print("\n".join(page(report)))
+    return int(report.findings.refuses)
 
 
 def _argument(text: str) -> tuple[str, Any]:

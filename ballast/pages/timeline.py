@@ -15,10 +15,10 @@ from workers.errors import ConfigError
 
 
 def parse_steps(text: str) -> range:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if not found or int(found[2] or found[1]) < int(found[1]):
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
         raise ValueError(text)
-    return range(int(found[1]), int(found[2] or found[1]) + 1)
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

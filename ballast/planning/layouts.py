@@ -114,7 +114,9 @@ class LayoutSearch:
         for ahead, problem in self._problems.items():
             placed = [(ranks, half) for ranks, half in engines if bool(half["staleness"]) is ahead]
             streams.append(best_layouts(problem, base, placed, halves, self._fits))
-        for seconds, layout in islice(merge(*streams, key=lambda found: found[0].seconds), MOST_CHECKED):
+        for seconds, layout in islice(
+            merge(*streams, key=lambda candidate: candidate[0].seconds), MOST_CHECKED
+        ):
             with suppress(ConfigError, UnsupportedModelError):
                 config = with_layout(self.config, layout)
                 check_layout(config)
@@ -136,20 +138,21 @@ class LayoutSearch:
             layout = replace(base, **half)
             if self._keeps(layout, half) and self._allows(layout):
                 for mode in [chosen] if chosen != "auto" else modes:
-                    kept = ATTENTION_KEPT if mode == "selective" and layout.compiled else mode
-                    found = replace(layout, recomputed=RECOMPUTED[kept])
-                    if training_gib(self._problem.shape, found, self._needs)[1] <= self._gib:
-                        yield {**half, "recomputed": found.recomputed}
+                    variant = ATTENTION_KEPT if mode == "selective" and layout.compiled else mode
+                    candidate = replace(layout, recomputed=RECOMPUTED[variant])
+                    if training_gib(self._problem.shape, candidate, self._needs)[1] <= self._gib:
+                        yield {**half, "recomputed": candidate.recomputed}
                         break
 
     def _keeps(self, layout: Layout, half: Half) -> bool:
         """Return whether a half of a layout has the values that overrides give. `auto` and no engines are
         free.
         """
-        given = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed}
+        fixed_values = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed}
         free = {"engines": 0, "placement": "auto"}
         return all(
-            given[name] in (getattr(layout, name), free.get(name)) for name in given.keys() & half.keys()
+            fixed_values[name] in (getattr(layout, name), free.get(name))
+            for name in fixed_values.keys() & half.keys()
         )
 
     def _allows(self, layout: Layout) -> bool:
@@ -188,12 +191,12 @@ class LayoutSearch:
 
 def with_layout(config: Config, layout: Layout) -> Config:
     """Return the configuration with the settings of a layout."""
-    found = deepcopy(config)
+    new_config = deepcopy(config)
     for key, name in SETTINGS.items():
         section, _, setting = key.rpartition(".")
-        setattr(value_of(found, section), setting, getattr(layout, name))
-    found.model.gradient_checkpointing = CHECKPOINTING_OF[layout.recomputed]
-    return found
+        setattr(value_of(new_config, section), setting, getattr(layout, name))
+    new_config.model.gradient_checkpointing = CHECKPOINTING_OF[layout.recomputed]
+    return new_config
 
 
 def lines_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> list[str]:
@@ -202,12 +205,12 @@ def lines_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> list
     degrees = " ".join(
         f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1 or name == "dp"
     )
-    where = layout.placement + (f", staleness {layout.staleness}" if layout.placement == "apart" else "")
+    placement = layout.placement + (f", staleness {layout.staleness}" if layout.placement == "apart" else "")
     mode = CHECKPOINTING_OF[layout.recomputed]
     return [
         f"{number:2} {seconds.seconds:8,.2f} s {gib:4.0f} GiB  {degrees}; "
         f"{layout.engines} engines of {layout.engine_tp}",
-        f"   {where}; checkpointing {mode}; idle {seconds.trainer_idle:.0%}, {seconds.engine_idle:.0%}; "
+        f"   {placement}; checkpointing {mode}; idle {seconds.trainer_idle:.0%}, {seconds.engine_idle:.0%}; "
         f"waits for {seconds.limit}",
     ]
 
@@ -229,31 +232,33 @@ def _search(arguments: Sequence[str] | None) -> None:
         metavar="N",
         help="its number in the list (1)",
     )
-    own, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     request = parse_arguments([*rest, "--dry-run"], COMMAND)
     if request.cluster is None:
         raise ConfigError("--cluster: describe the nodes, as in --cluster nodes=8,gpus=8,gpu=H100.")
-    if own.write and own.write.exists():
-        raise ConfigError(f"--write {own.write}: the file exists. Name another file, or remove it.")
+    if options.write and options.write.exists():
+        raise ConfigError(f"--write {options.write}: the file exists. Name another file, or remove it.")
     search = LayoutSearch(request)
     print("seconds of a step, GiB of the fullest GPU; idle: trainers, engines", flush=True)
-    found = []
+    configs = []
     for number, (seconds, layout, config) in enumerate(islice(search.best(), SHOWN), start=1):
-        found.append(config)
+        configs.append(config)
         print("\n".join(lines_of(number, seconds, layout, search.gib(layout))), flush=True)
-    if not found:
+    if not configs:
         raise ConfigError(
             "--cluster: no layout fits into memory and the rules. Describe more GPUs, or remove overrides."
         )
-    if own.write:
-        if own.take > len(found):
-            raise ConfigError(f"--take {own.take}: the list has {len(found)} layouts. Name one of these.")
-        taken = found[own.take - 1]
-        asked = replace(taken, resources=load(request.config, request.overrides).resources)
-        with writing("--write", own.write):
-            own.write.write_text(changed_yaml(asked), encoding="utf-8")
-        print(f"{own.write}: layout {own.take}. Measure its memory with --dry-run --cluster")
-        check(taken)  # a setting of FILE may have no effect in the layout
+    if options.write:
+        if options.take > len(configs):
+            raise ConfigError(
+                f"--take {options.take}: the list has {len(configs)} layouts. Name one of these."
+            )
+        choice = configs[options.take - 1]
+        settings = replace(choice, resources=load(request.config, request.overrides).resources)
+        with writing("--write", options.write):
+            options.write.write_text(changed_yaml(settings), encoding="utf-8")
+        print(f"{options.write}: layout {options.take}. Measure its memory with --dry-run --cluster")
+        check(choice)  # a setting of FILE may have no effect in the layout
 
 
 if __name__ == "__main__":

@@ -138,12 +138,12 @@ class _Simulation:
         for _ in range(self._run.steps):
             began = self._now
             self._idle = 0.0
-            while not (taken := self._schedule.take()):
+            while not (groups := self._schedule.take()):
                 self._wait(inf, 0.0)
             ready = self._now
-            for phase in self._run.phases(taken):
+            for phase in self._run.phases(groups):
                 self._train(phase)
-            ages = tuple(self._version - self._admitted[group] for group in taken)
+            ages = tuple(self._version - self._admitted[group] for group in groups)
             self._version += 1
             self._schedule.weights_updated()
             self._admit()
@@ -154,9 +154,9 @@ class _Simulation:
     def _train(self, phase: Phase) -> None:
         for engine in self._engines:
             engine.stopped += phase.pause
-        left = phase.seconds
-        while left > 1e-9:
-            left -= self._wait(left, phase.cores)
+        remaining_seconds = phase.seconds
+        while remaining_seconds > 1e-9:
+            remaining_seconds -= self._wait(remaining_seconds, phase.cores)
 
     def _wait(self, most: float, cores: float) -> float:
         """Let time pass until the next event. Returns the seconds of work that a phase with `most` left has

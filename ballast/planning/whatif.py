@@ -92,11 +92,11 @@ class RecordedRun:
         check_run_folder(folder)
         self.config = load(folder / "config.yaml")
         self._metrics = {row["step"]: row for row in RunFolder(folder).metrics}
-        found = json_records(folder / "lengths.jsonl", has_step, check_lengths)
-        self._lengths = {record["step"]: record for _, record in found}
+        lines = json_records(folder / "lengths.jsonl", has_step, check_lengths)
+        self._lengths = {record["step"]: record for _, record in lines}
         self._records = read_timeline(folder)
         self._steps = [
-            each for each in self._records if each["step"] in self._lengths and each["micro_steps"]
+            record for record in self._records if record["step"] in self._lengths and record["micro_steps"]
         ]
         if not self._steps or not all(len(row) > 3 for record in self._steps for row in _samples(record)):
             raise DataError(
@@ -133,12 +133,12 @@ class RecordedRun:
     @cached_property
     def _samples(self) -> dict[int, list[SimulatedSample]]:
         """Samples by their prompt's number, in the order of their start."""
-        found: dict[int, list[SimulatedSample]] = {}
+        samples: dict[int, list[SimulatedSample]] = {}
         for record in self._steps:
             for _, _, response, prompt, number, delay in sorted(_samples(record), key=itemgetter(0)):
                 if number >= 0:
-                    found.setdefault(number, []).append(SimulatedSample(response, prompt, delay))
-        return found
+                    samples.setdefault(number, []).append(SimulatedSample(response, prompt, delay))
+        return samples
 
     @cached_property
     def _numbers(self) -> list[int]:
@@ -147,13 +147,13 @@ class RecordedRun:
     @cached_property
     def _rows(self) -> dict[int, list[dict[str, Any]]]:
         """Columns of lengths.jsonl of each sequence, by its prompt's number."""
-        found: dict[int, list[dict[str, Any]]] = {}
+        rows: dict[int, list[dict[str, Any]]] = {}
         for record in self._lengths.values():
             names = [name for name in ("lengths", "images", "prefix_lengths") if name in record]
             columns = [record[name] for name in ("prompts", *names)]
             for number, *values in zip(*columns, strict=True):
-                found.setdefault(number, []).append(dict(zip(names, values, strict=True)))
-        return found
+                rows.setdefault(number, []).append(dict(zip(names, values, strict=True)))
+        return rows
 
     @cached_property
     def _released(self) -> frozenset[int]:
@@ -220,22 +220,24 @@ class RecordedRun:
         moments = moments[order]
         steps = np.diff(moments) / np.maximum(1e-9, speed.step + speed.sample * batch)
         of_engine, of_samples = (
-            np.diff(np.interp(rows[:, :2], moments, np.append(0.0, np.cumsum(each))))[:, 0]
-            for each in (steps, steps * batch)
+            np.diff(np.interp(rows[:, :2], moments, np.append(0.0, np.cumsum(increments))))[:, 0]
+            for increments in (steps, steps * batch)
         )
         new = np.zeros(len(rows))
         new[np.unique(rows[:, 4], return_index=True)[1]] = (
             1.0  # the prefix cache has the prompt of a group's others
         )
         read = np.append(0.0, np.cumsum(rows[:, 3] * new))
-        begun = read[np.searchsorted(starts, ends)] - read[np.searchsorted(starts, starts)]
+        prefill_tokens = read[np.searchsorted(starts, ends)] - read[np.searchsorted(starts, starts)]
         loads = [load for record in self._records for load in record["weights"].get(engine, ())]
         seconds = [
             self._seconds(start, end)
             - sum(max(0.0, min(end, until) - max(start, since)) for since, until, _ in loads)
             for start, end in rows[:, :2]
         ]
-        return np.column_stack([tokens, tokens * of_samples / np.maximum(of_engine, 1e-12), begun, seconds])
+        return np.column_stack(
+            [tokens, tokens * of_samples / np.maximum(of_engine, 1e-12), prefill_tokens, seconds]
+        )
 
     @cached_property
     def _pause(self) -> float:
@@ -248,14 +250,14 @@ class RecordedRun:
         """Mean seconds of each phase besides `update`, and of the end of `rollout`, in which the driver
         collects.
         """
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for record in self._counted:
             for name, start, end in record["phases"]:
                 if name == "rollout":
                     start = min(end, max(start, *(row[1] + row[5] for row in _samples(record))))
                 if name not in NOT_IN_A_STEP:
-                    found[name] = found.get(name, 0.0) + self._seconds(start, end) / len(self._counted)
-        return found
+                    seconds[name] = seconds.get(name, 0.0) + self._seconds(start, end) / len(self._counted)
+        return seconds
 
     @cached_property
     def _update(self) -> tuple[float, float, float]:
@@ -301,23 +303,23 @@ class RecordedRun:
         count = sum(part.steps for part in plan.mini_batches)
         return config.batch.epochs * count, config.batch.epochs * float(plan.predicted_makespans().sum())
 
-    def _phases(self, config: Config, taken: Sequence[int]) -> list[Phase]:
-        numbers = [self._numbers[place] for place in taken]
-        count, work = self._work(config, numbers, taken[0])
-        each, unit, rest = self._update
-        update = each * count + unit * work + rest
-        found = [Phase(self._phase_seconds.get(name, 0.0)) for name in ("rollout", "plan")]
+    def _phases(self, config: Config, groups: Sequence[int]) -> list[Phase]:
+        numbers = [self._numbers[place] for place in groups]
+        count, work = self._work(config, numbers, groups[0])
+        micro_step, unit, rest = self._update
+        update = micro_step * count + unit * work + rest
+        phases = [Phase(self._phase_seconds.get(name, 0.0)) for name in ("rollout", "plan")]
         ranks = self.config.policy.data_parallel / config.policy.data_parallel
         for name in self._phase_seconds.keys() - {"rollout", "plan", "weights"}:
             of_ranks = name in ON_RANKS
-            found.append(
+            phases.append(
                 Phase(
                     self._phase_seconds[name] * (ranks if of_ranks else 1.0),
                     self._rank_cores if of_ranks else 1.0,
                 )
             )
         return [
-            *found,
+            *phases,
             Phase(update, self._rank_cores),
             Phase(self._phase_seconds.get("weights", 0.0), pause=self._pause),
         ]
@@ -336,11 +338,11 @@ def _samples(record: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _by_engine(records: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    found: dict[str, list[list[float]]] = {}
+    by_engine: dict[str, list[list[float]]] = {}
     for record in records:
         for engine, rows in record["samples"].items():
-            found.setdefault(engine, []).extend(rows)
-    return {engine: np.array(sorted(rows)) for engine, rows in found.items() if rows}
+            by_engine.setdefault(engine, []).extend(rows)
+    return {engine: np.array(sorted(rows)) for engine, rows in by_engine.items() if rows}
 
 
 def _busy(rows: np.ndarray) -> Iterator[tuple[float, float]]:
@@ -368,17 +370,19 @@ def predict(folder: Path, overrides: Sequence[str]) -> Prediction:
             raise ConfigError(f"{override}: changes the recorded times. whatif takes {', '.join(REPLAYED)}.")
     try:
         recorded = run.steps_per_hour
-        before, after = (simulate(run.simulated(config)) for config in (run.config, changed))
+        recorded_steps, changed_steps = (simulate(run.simulated(config)) for config in (run.config, changed))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         raise DataError(f"{folder}: timeline.jsonl or lengths.jsonl is damaged. Take another run.") from None
-    if not before or not after:
+    if not recorded_steps or not changed_steps:
         wanted = max(run.config.batch.prompts_per_step, changed.batch.prompts_per_step)
         raise ConfigError(
             f"batch.prompts_per_step={wanted}: {folder} has {run.prompts} recorded prompts, too few. Lower "
             "it."
         )
-    simulated, expected = (_rate([step.seconds for step in steps]) for steps in (before, after))
-    return Prediction(recorded, simulated, expected, before, after)
+    simulated, expected = (
+        _rate([step.seconds for step in steps]) for steps in (recorded_steps, changed_steps)
+    )
+    return Prediction(recorded, simulated, expected, recorded_steps, changed_steps)
 
 
 def table(prediction: Prediction) -> list[str]:
@@ -399,8 +403,8 @@ def table(prediction: Prediction) -> list[str]:
         row("seconds a step", *(f"{3600 / rate:,.2f}" for rate in rates)),
         row("trainer waits", "", *(f"{share:.0%}" for share in waited)),
         row("engines idle", "", *(f"{share:.0%}" for share in idle)),
-        row("age of groups, mean", "", *(f"{np.mean(each):.1f}" for each in ages)),
-        row("age of groups, largest", "", *(f"{max(each)}" for each in ages)),
+        row("age of groups, mean", "", *(f"{np.mean(group_ages):.1f}" for group_ages in ages)),
+        row("age of groups, largest", "", *(f"{max(group_ages)}" for group_ages in ages)),
         f"predicted: {prediction.steps_per_hour:,.1f} steps an hour, {gain:.2f} times the recorded",
         f"error of the simulation, with the recorded settings: {error:+.1%}",
     ]

@@ -62,15 +62,19 @@ class Start:
     steps: range
 
     def describe(self) -> str:
-        *before, last = self.steps
-        if not before:
+        *earlier_steps, last = self.steps
+        if not earlier_steps:
             return ""
         start = (
-            f"the checkpoint of step {before[0] - 1}"
+            f"the checkpoint of step {earlier_steps[0] - 1}"
             if self.checkpoint
             else "the models that the run began with"
         )
-        steps = f"step {before[0]} is" if len(before) == 1 else f"steps {before[0]} to {before[-1]} are"
+        steps = (
+            f"step {earlier_steps[0]} is"
+            if len(earlier_steps) == 1
+            else f"steps {earlier_steps[0]} to {earlier_steps[-1]} are"
+        )
         return f"there is no checkpoint of step {last - 1}: {steps} trained again first, from {start}"
 
 
@@ -81,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     parsed = _parser().parse_intermixed_args(arguments)
     folder: Path = parsed.folder
-    given = settings(folder, parsed.overrides, trust_run=parsed.trust_run)
-    start = start_before(folder, parsed.step, given.run.resume)
-    config = prepared(given, start)
+    run_config = settings(folder, parsed.overrides, trust_run=parsed.trust_run)
+    start = start_before(folder, parsed.step, run_config.run.resume)
+    config = prepared(run_config, start)
     recorded = next((row for row in RunFolder(folder).metrics if row["step"] == parsed.step), {})
     check_layout(config)
     check_models(config)
@@ -105,35 +109,39 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
     config = load_as(ReplayConfig, path, overrides)
     if not trust_run:
         loss = config.algorithm.loss.function
-        own = config.algorithm.advantage_function
-        code = [loss, own, config.run.step, config.batch.replay.by]
+        advantage_function = config.algorithm.advantage_function
+        code = [loss, advantage_function, config.run.step, config.batch.replay.by]
         check_trusted(folder, code, overrides, "add --trust-run")
     return config
 
 
 def start_before(folder: Path, step: int, resume: str) -> Start:
     """Find the nearest checkpoint before the step. Raises DataError if it or a step's record is missing."""
-    found = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
+    checkpoints = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
     began_elsewhere = resume not in ("never", "auto")
     if began_elsewhere:
-        found |= {path: read_manifest(path).step for path in checkpoints_at(Path(resume))}
-    before = {path: number for path, number in found.items() if number < step}
-    if began_elsewhere and not before:
+        checkpoints |= {path: read_manifest(path).step for path in checkpoints_at(Path(resume))}
+    earlier_checkpoints = {path: number for path, number in checkpoints.items() if number < step}
+    if began_elsewhere and not earlier_checkpoints:
         raise DataError(
             f"{folder} began at run.resume={resume}, where there is no checkpoint before step {step}."
         )
-    checkpoint = max(before, key=before.__getitem__, default=None)
-    steps = range(before[checkpoint] + 1 if checkpoint else 1, step + 1)
+    checkpoint = max(earlier_checkpoints, key=earlier_checkpoints.__getitem__, default=None)
+    steps = range(earlier_checkpoints[checkpoint] + 1 if checkpoint else 1, step + 1)
     _check_recorded(folder, step, steps)
     return Start(checkpoint, steps)
 
 
 def _check_recorded(folder: Path, step: int, steps: range) -> None:
-    there = recorded_steps(folder)
-    if step not in there:
-        kept = f"it has steps {there[0]} to {there[-1]}" if there else "run.record_samples=true keeps them"
-        raise DataError(f"{folder} has no samples of step {step}; {kept}.")
-    for missing in sorted(set(steps) - set(there))[:1]:
+    sampled_steps = recorded_steps(folder)
+    if step not in sampled_steps:
+        hint = (
+            f"it has steps {sampled_steps[0]} to {sampled_steps[-1]}"
+            if sampled_steps
+            else "run.record_samples=true keeps them"
+        )
+        raise DataError(f"{folder} has no samples of step {step}; {hint}.")
+    for missing in sorted(set(steps) - set(sampled_steps))[:1]:
         raise DataError(
             f"{folder} has no samples of step {missing}, and no checkpoint between it and step {step}: "
             "run.checkpoint_every writes them."
@@ -152,8 +160,8 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
     from controller.observability.console import Console
 
     console = Console(verbose=True)
-    if before := start.describe():
-        console.log(before)
+    if description := start.describe():
+        console.log(description)
     with ray_session(config, console):
         replayed = replay(config, folder, start.steps, console)
     print("\n".join(comparison(recorded, replayed)))
@@ -211,10 +219,10 @@ def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, floa
     lines = [ROW.format("metric", "recorded", "replayed", "difference")]
     for name in SHOWN:
         if name in recorded or name in replayed:
-            before, now = (_number(values, name) for values in (recorded, replayed))
-            both = before is not None and now is not None
-            difference = f"{now - before:.1e}" if both else "-"  # type: ignore[operator]
-            lines.append(ROW.format(name, _shown(before), _shown(now), difference))
+            recorded_value, now = (_number(values, name) for values in (recorded, replayed))
+            both = recorded_value is not None and now is not None
+            difference = f"{now - recorded_value:.1e}" if both else "-"  # type: ignore[operator]
+            lines.append(ROW.format(name, _shown(recorded_value), _shown(now), difference))
     return lines
 
 

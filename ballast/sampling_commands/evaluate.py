@@ -36,16 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
     """Write and show metrics.json. Raises RolloutError if every reward failed and was dropped."""
-    found = evaluation(job, lines, given_up)
+    report = evaluation(job, lines, given_up)
     path = job.config.run_folder / METRICS
     with writing(path):
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     console.log(ROW.format("metric", "value", f"{CONFIDENCE:.0%} interval", "by").rstrip())
-    for name, metric in found["metrics"].items():
+    for name, metric in report["metrics"].items():
         ends = "-" if metric["low"] is None else f"{metric['low']:.3f} to {metric['high']:.3f}"
         value = "-" if metric["value"] is None else f"{metric['value']:.4f}"
         console.log(ROW.format(name, value, ends, metric["method"] or "").rstrip())
-    console.log(f"{path}: {found['samples']:,} samples of {found['prompts']:,} prompts")
+    console.log(f"{path}: {report['samples']:,} samples of {report['prompts']:,} prompts")
 
 
 def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
@@ -55,11 +55,13 @@ def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
     could make. failed_rewards: samples whose reward failed.
     """
     config = job.config
-    kept = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]
-    if not kept:
+    kept_lines = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]
+    if not kept_lines:
         raise RolloutError(f"every reward failed, the first: {lines[0]['failure']}")
     validation = config.validation
-    values = by_prompt(list(map(scored_response, kept)), validation.success, validation.success_threshold)
+    values = by_prompt(
+        list(map(scored_response, kept_lines)), validation.success, validation.success_threshold
+    )
     metrics = {}
     for name, of_prompts in values.items():
         ends = interval(of_prompts)
@@ -69,8 +71,8 @@ def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
         "model": config.model.path,
         "data": config.data.train,
         "confidence": CONFIDENCE,
-        "prompts": len({line["uid"] for line in kept}),
-        "samples": len(kept),
+        "prompts": len({line["uid"] for line in kept_lines}),
+        "samples": len(kept_lines),
         "given_up": given_up,
         "failed_rewards": sum("failure" in line for line in lines),
         "metrics": metrics,

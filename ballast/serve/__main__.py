@@ -92,13 +92,13 @@ def _given_key(file: Path | None) -> str:
 
 def _bound(port: int) -> socket.socket:
     """Take a port before minutes are spent on models. Raises ConfigError."""
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((LOOPBACK, port))
+        listener.bind((LOOPBACK, port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--port={port}: {getattr(error, 'strerror', error)}. Choose another.") from None
-    return found
+    return listener
 
 
 def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.socket, key: str) -> None:

@@ -47,11 +47,11 @@ async def body_of(request: Request) -> bytes:
         return bytes(body)
     try:
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(io.BytesIO(body)) as reader:
-            found: bytes = reader.read(MOST_BYTES + 1)
+            content: bytes = reader.read(MOST_BYTES + 1)
     except zstandard.ZstdError as error:
         raise RefusedError(f"body: not zstd ({error}). Send it again.") from None
-    _check_size(len(found))
-    return found
+    _check_size(len(content))
+    return content
 
 
 def _check_size(size: int) -> None:
@@ -103,10 +103,10 @@ def make_app(service: Service, key: str) -> FastAPI:
 def _guard(app: FastAPI, key: str) -> None:
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("x-api-key", "") or request.headers.get("authorization", "").removeprefix(
-            "Bearer "
-        )
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        client_key = request.headers.get("x-api-key", "") or request.headers.get(
+            "authorization", ""
+        ).removeprefix("Bearer ")
+        if not hmac.compare_digest(client_key.encode(), key.encode()):
             return JSONResponse(
                 {"detail": "X-API-Key: not the server's key. Set TINKER_API_KEY."}, status_code=401
             )
@@ -119,10 +119,10 @@ def _guard(app: FastAPI, key: str) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         # Not request.url, which a malformed Host header makes raise.
         query = request.scope["query_string"].decode("latin-1")
-        asked = f"{request.method} {request.scope['path']}{query and '?'}{query}"
-        unknown = f"{asked:.200}: not supported. docs/serve.md says what is."
-        told = str(error) if isinstance(error, RefusedError) else unknown
-        return JSONResponse({"detail": told}, status_code=getattr(error, "status", 404))
+        call = f"{request.method} {request.scope['path']}{query and '?'}{query}"
+        unknown = f"{call:.200}: not supported. docs/serve.md says what is."
+        detail = str(error) if isinstance(error, RefusedError) else unknown
+        return JSONResponse({"detail": detail}, status_code=getattr(error, "status", 404))
 
 
 def _call(service: Service, kind: str) -> Callable[[bytes], Awaitable[dict[str, str]]]:
@@ -203,13 +203,13 @@ def _add_checkpoints(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{runs}/{{model}}")
     async def training_run(model: str) -> dict[str, Any]:
-        if found := [each for each in service.training_runs() if each["training_run_id"] == model]:
-            return found[0]
+        if matches := [run for run in service.training_runs() if run["training_run_id"] == model]:
+            return matches[0]
         raise RefusedError(f"training_run_id={model!r:.80}: unknown. Use a model's id.", 404)
 
     app.add_api_route(f"{runs}/{{model}}/checkpoints/{{kind}}/{{name}}", service.delete, methods=["DELETE"])
 
 
-def _page(name: str, found: list[Any], limit: int, offset: int) -> dict[str, Any]:
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return {name: found[offset : offset + limit], "cursor": cursor}
+def _page(name: str, entries: list[Any], limit: int, offset: int) -> dict[str, Any]:
+    cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
+    return {name: entries[offset : offset + limit], "cursor": cursor}

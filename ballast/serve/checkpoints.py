@@ -48,20 +48,22 @@ class Checkpoints:
 
     def all(self, model: str = "") -> list[dict[str, Any]]:
         """List checkpoints of a model, or of all, newest first."""
-        found = [_described(path, at, None) for path, (_, _, at) in self.samplers.items()]
+        checkpoints = [_described(path, at, None) for path, (_, _, at) in self.samplers.items()]
         for manifest in self.states.glob(f"[!.]*.train.*.*/policy/{MANIFEST}"):
             session, _, number, name = manifest.parents[1].name.split(".", 3)
             if (path := f"tinker://{session}:train:{number}/weights/{name}") not in self.deleted:
                 size = sum(file.stat().st_size for file in manifest.parents[1].glob("*/*"))  # bytes
-                found.append(_described(path, manifest.stat().st_mtime, size))
-        found = [each for each in found if model in ("", each["tinker_path"].split("/")[2])]
-        return sorted(found, key=lambda each: each["time"], reverse=True)
+                checkpoints.append(_described(path, manifest.stat().st_mtime, size))
+        checkpoints = [
+            checkpoint for checkpoint in checkpoints if model in ("", checkpoint["tinker_path"].split("/")[2])
+        ]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
 
 
 def state_of(path: str) -> str:
     """Return the name of a state's folder, or an empty text for another path."""
-    found = path.removeprefix("tinker://").replace("/weights/", ".").replace(":", ".")
-    return found if STATE_PATH.fullmatch(path) else ""
+    name = path.removeprefix("tinker://").replace("/weights/", ".").replace(":", ".")
+    return name if STATE_PATH.fullmatch(path) else ""
 
 
 def path_of(request: dict[str, Any], kind: str) -> str:
@@ -80,5 +82,5 @@ def oldest_step(run: Path) -> int:
 
 def _described(path: str, at: float, size: int | None) -> dict[str, Any]:
     kind, name = path.rsplit("/", 2)[1:]
-    found = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": TYPES[kind], "tinker_path": path}
-    return found | {"time": at, "size_bytes": size, "public": False}
+    description = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": TYPES[kind], "tinker_path": path}
+    return description | {"time": at, "size_bytes": size, "public": False}

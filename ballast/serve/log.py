@@ -33,9 +33,9 @@ class CallLog:
         self._facts = folder / "facts.jsonl"
         self._calls = folder / "calls"
         self._answers = folder / "answers"
-        for each in (self._calls, self._answers):
-            each.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for torn in each.glob("*.part"):
+        for directory in (self._calls, self._answers):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for torn in directory.glob("*.part"):
                 torn.unlink()
         self._last = max((number for number, _ in self.calls()), default=0)
         self.last_calls = {call.model_id: call.at for _, call in self.calls()}  # times, by model
@@ -69,11 +69,11 @@ class CallLog:
 
     def models(self) -> list[dict[str, Any]]:
         """List models, the last that was called first."""
-        found = sorted(self.last_calls, key=self.last_calls.__getitem__, reverse=True)
+        names = sorted(self.last_calls, key=self.last_calls.__getitem__, reverse=True)
         times = [
-            (name, {"training_run_id": name, "last_request_time": self.last_calls[name]}) for name in found
+            (name, {"training_run_id": name, "last_request_time": self.last_calls[name]}) for name in names
         ]
-        return [each | {"model_owner": name.partition(":")[0]} for name, each in times]
+        return [run | {"model_owner": name.partition(":")[0]} for name, run in times]
 
     def body(self, number: int) -> bytes:
         return (self._calls / f"{number:08}").read_bytes().partition(b"\n")[2]

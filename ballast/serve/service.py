@@ -103,9 +103,13 @@ class Service:
         calls = list(self._log.calls())
         steps = self._run.steps
         last = max((number for number, call in calls if steps and call.step == steps), default=0)
-        known = all(fact.get("adapter", "") in self._policies for fact in facts if fact["kind"] == "model")
-        if not known or (steps and calls and not last):
-            lacks = f"serve/calls lacks step {steps}" if known else "it had another model.lora.policies"
+        has_policies = all(
+            fact.get("adapter", "") in self._policies for fact in facts if fact["kind"] == "model"
+        )
+        if not has_policies or (steps and calls and not last):
+            lacks = (
+                f"serve/calls lacks step {steps}" if has_policies else "it had another model.lora.policies"
+            )
             self._stop(ConfigError(f"run.name={self._run.folder.name}: {lacks}. Choose another."))
             return
         for fact in facts:
@@ -115,7 +119,7 @@ class Service:
         self.checkpoints.remove_deleted()
         if not self.checkpoints.is_complete(INITIAL):
             self._run.save(INITIAL, adapter=next(iter(self._policies)))
-        self._resume([each for each in calls if each[0] <= last], last)
+        self._resume([numbered_call for numbered_call in calls if numbered_call[0] <= last], last)
         for number, call in calls:
             self._numbers[call.model_id, call.seq_id] = number
             self._next[call.model_id] = max(self._next.get(call.model_id, 0), call.seq_id + 1)
@@ -143,10 +147,10 @@ class Service:
                 continue
             if policy.adapter:
                 self._sent(policy)
-            before = policy.published
+            old_published = policy.published
             policy.published = policy.weights
             for name, sampler in self._samplers.items():
-                if before <= last and sampler == (policy.model, before):
+                if old_published <= last and sampler == (policy.model, old_published):
                     self._samplers[name] = policy.model, policy.published
 
     def _again(self, number: int, call: Call) -> None:
@@ -189,7 +193,7 @@ class Service:
     async def submit(self, kind: str, body: bytes) -> dict[str, str]:
         """Accept a call once, after the call before it. Returns its future's name. Raises RefusedError."""
         content = _content(kind, body)
-        given = (
+        fields = (
             {"model_id": content.model_id, "seq_id": content.seq_id}
             if kind == "forward_backward"
             else content
@@ -198,8 +202,8 @@ class Service:
             model_id = _name(content)
             seq_id = 0
         else:
-            model_id = wire.text(given, "model_id")
-            seq_id = wire.whole(given, "seq_id", -1, 1, wire.LARGEST)
+            model_id = wire.text(fields, "model_id")
+            seq_id = wire.whole(fields, "seq_id", -1, 1, wire.LARGEST)
         await self._turn(model_id, seq_id)
         if (number := self._numbers.get((model_id, seq_id))) is None:
             number = self._accept(kind, content, body, model_id, seq_id)
@@ -279,12 +283,12 @@ class Service:
             if not waited.done():
                 return None
         if name.startswith("call-") and name.removeprefix("call-").isdecimal():
-            found = self._log.answer_of(int(name.removeprefix("call-")))
+            answer = self._log.answer_of(int(name.removeprefix("call-")))
         else:
-            found = self._samples.pop(name, None)
-        if found is None:
+            answer = self._samples.pop(name, None)
+        if answer is None:
             raise RefusedError(f"request_id={name!r:.80}: no answer is kept. Make the call again.", 410)
-        return found
+        return answer
 
     # --- kinds of calls: read and refuse at once, begin when it is in the log
     # -----------------------------------------
@@ -297,18 +301,20 @@ class Service:
         rank = self.config.model.lora.rank
         self.check_base(wire.optional_text(request, "base_model") or self.base_model)
         lora = {} if request.get("lora_config") is None else wire.mapping(request, "lora_config")
-        asked = None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
-        if rank and asked not in (None, rank):
-            raise RefusedError(f"rank={asked!r:.20}: the server trains model.lora.rank={rank}. Ask for it.")
+        requested_rank = None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
+        if rank and requested_rank not in (None, rank):
+            raise RefusedError(
+                f"rank={requested_rank!r:.20}: the server trains model.lora.rank={rank}. Ask for it."
+            )
         self.heard(session)
         name = _name(request)
         if again and name in self._models:
             return name, self._models[name]
-        free = [each for each in self._policies.values() if again or self._may_take(session, each)]
+        free = [policy for policy in self._policies.values() if again or self._may_take(session, policy)]
         if not free:
-            names = ", ".join(each.model for each in self._policies.values())
+            names = ", ".join(policy.model for policy in self._policies.values())
             raise RefusedError(f"create_model: {names} in training. Wait until a client has ended.")
-        return name, min(free, key=lambda each: each.model != "")
+        return name, min(free, key=lambda policy: policy.model != "")
 
     def _may_take(self, session: str, policy: _Policy) -> bool:
         silent = time.monotonic() - self._sessions.get(policy.owner, -SILENT_SECONDS)
@@ -392,12 +398,12 @@ class Service:
         path = path_of(request, "weights")
         adapter = self._models[request["model_id"]].adapter
         state = state_of(path)
-        there = path in self.checkpoints.deleted or self.checkpoints.is_complete(state)
-        if (there or wire.flag(request, "overwrite")) and not again:
+        exists = path in self.checkpoints.deleted or self.checkpoints.is_complete(state)
+        if (exists or wire.flag(request, "overwrite")) and not again:
             raise RefusedError(f"path={path}: a name can be saved once. Choose another.")
 
         def begin(number: int) -> Future[Answer]:
-            saved = _done() if there else self._run.save(state, adapter=adapter)
+            saved = _done() if exists else self._run.save(state, adapter=adapter)
             return self._answered(number, saved, lambda _: json_answer(path=path, type="save_weights"))
 
         return begin
@@ -539,9 +545,9 @@ class Service:
 
     async def _answer_sample(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
         try:
-            found, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            samples, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
             after_first = passed[0].log_probs[0][1:] if passed else np.empty(0) if with_prompt else None
-            answer = await asyncio.to_thread(wire.sample_answer, found.sequences, after_first)
+            answer = await asyncio.to_thread(wire.sample_answer, samples.sequences, after_first)
         except UnfinishedError as error:  # of this request alone: the engines go on
             answer = wire.failure(error)
         except STOPS as error:
@@ -563,7 +569,7 @@ class Service:
 
     def training_runs(self) -> list[dict[str, Any]]:
         about = self.lora | {"base_model": self.config.model.path}
-        return [about | each for each in self._log.models()]
+        return [about | run for run in self._log.models()]
 
     def heard(self, session: str) -> None:
         """Note a heartbeat. Raises RefusedError for an unknown session."""

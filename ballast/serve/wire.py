@@ -97,16 +97,16 @@ def read_message(body: bytes) -> Any:
         ) from None
 
 
-def read_pass(found: Any, *, vocabulary: int, longest: int) -> tuple[Rows, SumLossConfig]:
+def read_pass(request: Any, *, vocabulary: int, longest: int) -> tuple[Rows, SumLossConfig]:
     """Return rows as `OpenRun.batch` takes them, and the loss. longest: sequence that the model takes, in
     tokens.
 
     Raises RefusedError for what the loss cannot mean.
     """
-    loss = _loss(found)
-    if not found.data:
+    loss = _loss(request)
+    if not request.data:
         raise RefusedError("data: empty. Pass at least one Datum.")
-    rows = [_row(datum, loss.name, vocabulary, longest) for datum in found.data]
+    rows = [_row(datum, loss.name, vocabulary, longest) for datum in request.data]
     names = {name for row in rows for name in row}
     rows = [
         {name: row.get(name, np.ones(len(row["input_ids"]), np.float32)) for name in names} for row in rows
@@ -114,19 +114,19 @@ def read_pass(found: Any, *, vocabulary: int, longest: int) -> tuple[Rows, SumLo
     return rows, loss
 
 
-def _loss(found: Any) -> SumLossConfig:
-    if found.loss_fn not in SUM_LOSS_NAMES:
+def _loss(request: Any) -> SumLossConfig:
+    if request.loss_fn not in SUM_LOSS_NAMES:
         raise RefusedError(
-            f"loss_fn={found.loss_fn}: not supported. Choose one of {', '.join(SUM_LOSS_NAMES)}."
+            f"loss_fn={request.loss_fn}: not supported. Choose one of {', '.join(SUM_LOSS_NAMES)}."
         )
-    allowed = LOSS_SETTINGS.get(found.loss_fn, {})
+    allowed = LOSS_SETTINGS.get(request.loss_fn, {})
     settings = dict[str, float]()
-    for name, value in found.loss_fn_config_v2.items():
+    for name, value in request.loss_fn_config_v2.items():
         if name not in allowed or not value.HasField("number"):
-            known = ", ".join(allowed) or "none"
-            raise RefusedError(f"loss_fn_config: {found.loss_fn} has no number {name!r}. It has {known}.")
+            choices = ", ".join(allowed) or "none"
+            raise RefusedError(f"loss_fn_config: {request.loss_fn} has no number {name!r}. It has {choices}.")
         settings[allowed[name]] = value.number
-    return SumLossConfig(found.loss_fn, **settings)
+    return SumLossConfig(request.loss_fn, **settings)
 
 
 def _row(datum: Any, loss: str, vocabulary: int, longest: int) -> dict[str, np.ndarray]:
@@ -149,8 +149,8 @@ def _row(datum: Any, loss: str, vocabulary: int, longest: int) -> dict[str, np.n
     if loss == "gspo":  # a mean over the response: sampled tokens have log-probs or advantages
         learns = inputs.get("mask", (inputs["logprobs"] != 0) | (inputs["advantages"] != 0)).astype(bool)
     row = {"input_ids": np.concatenate([ids, last]), "loss_mask": np.concatenate([[False], learns])}
-    before = np.zeros(1, np.float32)
-    return row | {COLUMNS[name]: np.concatenate([before, values]) for name, values in inputs.items()}
+    padding = np.zeros(1, np.float32)
+    return row | {COLUMNS[name]: np.concatenate([padding, values]) for name, values in inputs.items()}
 
 
 def _tokens(chunks: Sequence[Any]) -> np.ndarray:
@@ -194,13 +194,13 @@ def _check_count(tokens: int, longest: int) -> None:
 
 def pass_answer(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> Answer:
     """log_probs: float32, as long as each row. metrics: named as in the SDK, such as `loss:sum`."""
-    found = messages.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn", metrics=metrics)
+    output = messages.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn", metrics=metrics)
     values = [row[1:].astype(np.float32) for row in log_probs]
-    field = found.loss_fn_outputs.add(num_datums=len(values)).fields["logprobs"]
+    field = output.loss_fn_outputs.add(num_datums=len(values)).fields["logprobs"]
     field.dtype = messages.DTYPE_FLOAT32
     field.data = b"".join(row.tobytes() for row in values)
     field.offsets = np.cumsum([0] + [row.nbytes for row in values]).astype(np.int64).tobytes()
-    return Answer(found.SerializeToString(), protobuf=True)
+    return Answer(output.SerializeToString(), protobuf=True)
 
 
 def read_prompt(request: Mapping[str, Any], *, vocabulary: int, longest: int) -> list[int]:
@@ -225,15 +225,15 @@ def read_sampling(request: Mapping[str, Any], usual: SamplingConfig, vocabulary:
     """
     if names := [name for name in UNSUPPORTED if request.get(name)]:
         raise RefusedError(f"{names[0]}: not supported. Leave it out.")
-    given = mapping(request, "sampling_params")
-    if unknown := sorted(given.keys() - SAMPLING):
+    params = mapping(request, "sampling_params")
+    if unknown := sorted(params.keys() - SAMPLING):
         raise RefusedError(f"sampling_params: {unknown[0]!r:.80} is not supported. Leave it out.")
-    texts, ids = _stops(given.get("stop"), vocabulary)
+    texts, ids = _stops(params.get("stop"), vocabulary)
     return SamplingConfig(
-        temperature=number(given, "temperature", 1.0, 0, 2),
-        top_p=number(given, "top_p", 1.0, 1e-9, 1),
-        top_k=max(0, whole(given, "top_k", 0, -1, 2**31 - 1)),
-        max_new_tokens=whole(given, "max_tokens", usual.max_new_tokens, 1, 2**31 - 1),
+        temperature=number(params, "temperature", 1.0, 0, 2),
+        top_p=number(params, "top_p", 1.0, 1e-9, 1),
+        top_k=max(0, whole(params, "top_k", 0, -1, 2**31 - 1)),
+        max_new_tokens=whole(params, "max_tokens", usual.max_new_tokens, 1, 2**31 - 1),
         stop=texts,
         stop_token_ids=ids,
     )
@@ -241,16 +241,16 @@ def read_sampling(request: Mapping[str, Any], usual: SamplingConfig, vocabulary:
 
 def read_seed(request: Mapping[str, Any]) -> int | None:
     """Read the seed of `sampling_params`."""
-    given = mapping(request, "sampling_params")
-    return None if given.get("seed") is None else whole(given, "seed", 0, -LARGEST, LARGEST)
+    params = mapping(request, "sampling_params")
+    return None if params.get("seed") is None else whole(params, "seed", 0, -LARGEST, LARGEST)
 
 
 def _stops(stop: Any, vocabulary: int) -> tuple[list[str], list[int]]:
     stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if len(stops) > MOST_STOPS:
         raise RefusedError(f"stop: {len(stops)} of them, where the server takes {MOST_STOPS}. Pass fewer.")
-    if stops and all(isinstance(each, str) for each in stops):
-        if not all(1 <= len(each) <= LONGEST_TEXT for each in stops):
+    if stops and all(isinstance(word, str) for word in stops):
+        if not all(1 <= len(word) <= LONGEST_TEXT for word in stops):
             raise RefusedError(f"stop: a text is empty or above {LONGEST_TEXT} characters. Change it.")
         return list(stops), []
     ids = _whole_numbers("stop", stops)
@@ -274,46 +274,46 @@ def _check_range(name: str, ids: Sequence[int], vocabulary: int) -> None:
 
 def read_step(request: Mapping[str, Any]) -> dict[str, Any]:
     """Read `adam_params` as arguments of `OpenRun.step`. A `grad_clip_norm` of 0 does not clip."""
-    given = mapping(request, "adam_params")
-    if unknown := sorted(given.keys() - STEP_SETTINGS.keys() - {"grad_clip_norm"}):
+    params = mapping(request, "adam_params")
+    if unknown := sorted(params.keys() - STEP_SETTINGS.keys() - {"grad_clip_norm"}):
         raise RefusedError(f"adam_params: {unknown[0]!r:.80} is not supported. Leave it out.")
-    if given.get("learning_rate") is None:
+    if params.get("learning_rate") is None:
         raise RefusedError("learning_rate: missing. Pass it in adam_params.")
     settings = dict[str, Any]()
     for name, ours in STEP_SETTINGS.items():
-        if given.get(name) is not None:
-            settings[ours] = number(given, name, 0, 0, 1e9)
+        if params.get(name) is not None:
+            settings[ours] = number(params, name, 0, 0, 1e9)
     if wrong := [name for name in ("beta1", "beta2") if settings.get(name, 0) >= 1]:
         raise RefusedError(f"{wrong[0]}={settings[wrong[0]]:g}: not below 1. Change it.")
-    return settings | {"max_grad_norm": number(given, "grad_clip_norm", 0, 0, 1e30) or math.inf}
+    return settings | {"max_grad_norm": number(params, "grad_clip_norm", 0, 0, 1e30) or math.inf}
 
 
-def number(given: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+def number(fields: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
     """Read a number within bounds, which may be missing or null."""
-    value = default if given.get(name) is None else given[name]
+    value = default if fields.get(name) is None else fields[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RefusedError(f"{name}={value!r:.40}: not a number from {low:g} to {high:g}. Change it.")
     return value
 
 
-def whole(given: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+def whole(fields: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
     """Read a whole number within bounds, which may be missing or null."""
-    value = default if given.get(name) is None else given[name]
+    value = default if fields.get(name) is None else fields[name]
     if type(value) is not int or not low <= value <= high:
         raise RefusedError(f"{name}={value!r:.40}: not a whole number from {low} to {high}. Change it.")
     return value
 
 
-def flag(given: Mapping[str, Any], name: str) -> bool:
+def flag(fields: Mapping[str, Any], name: str) -> bool:
     """Read true or false, which may be missing or null."""
-    value = given.get(name)
+    value = fields.get(name)
     if not (value is None or isinstance(value, bool)):
         raise RefusedError(f"{name}={value!r:.40}: neither true nor false. Change it.")
     return bool(value)
 
 
-def text(given: Mapping[str, Any], name: str) -> str:
-    value = given.get(name)
+def text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
     if not isinstance(value, str) or not 1 <= len(value) <= LONGEST_TEXT:
         raise RefusedError(
             f"{name}={value!r:.40}: not a text of 1 to {LONGEST_TEXT} characters. Use the `tinker` SDK."
@@ -321,13 +321,13 @@ def text(given: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def optional_text(given: Mapping[str, Any], name: str) -> str:
+def optional_text(fields: Mapping[str, Any], name: str) -> str:
     """Read a text that may be missing, null or empty."""
-    return "" if given.get(name) in (None, "") else text(given, name)
+    return "" if fields.get(name) in (None, "") else text(fields, name)
 
 
-def mapping(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = given.get(name)
+def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name)
     if not isinstance(value, dict):
         raise RefusedError(f"{name}: not an object. Use the `tinker` SDK.")
     return value
@@ -335,14 +335,14 @@ def mapping(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def sample_answer(sequences: Sequence[SampledSequence], prompt_log_probs: np.ndarray | None) -> Answer:
     """prompt_log_probs: float32 [P - 1], after the first token, or None."""
-    found = messages.SampleResponse()
+    response = messages.SampleResponse()
     if prompt_log_probs is not None:
-        found.prompt_logprobs = np.append(np.nan, prompt_log_probs).astype(np.float32).tobytes()
-    for each in sequences:
-        cut = each.finish_reason == "length"
-        found.sequences.add(
+        response.prompt_logprobs = np.append(np.nan, prompt_log_probs).astype(np.float32).tobytes()
+    for sequence in sequences:
+        cut = sequence.finish_reason == "length"
+        response.sequences.add(
             stop_reason=messages.STOP_REASON_LENGTH if cut else messages.STOP_REASON_STOP,
-            tokens=each.ids.astype(np.int32).tobytes(),
-            logprobs=each.log_probs.astype(np.float32).tobytes(),
+            tokens=sequence.ids.astype(np.int32).tobytes(),
+            logprobs=sequence.log_probs.astype(np.float32).tobytes(),
         )
-    return Answer(found.SerializeToString(), protobuf=True)
+    return Answer(response.SerializeToString(), protobuf=True)

@@ -46,22 +46,22 @@ def check_cluster(config: TrainingConfig) -> None:
     address = cluster_address(config)
     if address in (LOCAL, AUTO):
         return
-    where = f"{_key(config)}={address}"
+    setting = f"{_key(config)}={address}"
     import grpc  # a late import, which takes half a second
 
     # As Ray connects: a web proxy of the environment does not reach a cluster.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         if error := _error(channel, HEALTH):
             raise ResourceError(
-                f"{where}: no Ray head node answers ({error.code().name}: {error.details()}). Give the port "
-                "of `ray start --head`, 6379 unless set otherwise. Check the host, firewalls, and `ray "
-                "status` there."
+                f"{setting}: no Ray head node answers ({error.code().name}: {error.details()}). Give the "
+                "port of `ray start --head`, 6379 unless set otherwise. Check the host, firewalls, and "
+                "`ray status` there."
             )
         token, source = _token()
         refused = _error(channel, CLUSTER_ID, (("authorization", f"Bearer {token}"),) if token else ())
         if refused and refused.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise ResourceError(
-                f"{where}: the cluster wants its token, and {source}. Set RAY_AUTH_MODE=token, and "
+                f"{setting}: the cluster wants its token, and {source}. Set RAY_AUTH_MODE=token, and "
                 "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
             )
 

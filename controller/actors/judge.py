@@ -63,7 +63,9 @@ class Case:
             credit = tuple((tokens, 0.0, state) for tokens, _, state in score.credit)
             return replace(score, reward=0.0, parts={}, failure=f"judge: {self.failure}", credit=credit)
         names = dict.fromkeys(itertools.chain(*self.grades))
-        means = {name: float(np.mean([each[name] for each in self.grades if name in each])) for name in names}
+        means = {
+            name: float(np.mean([grade[name] for grade in self.grades if name in grade])) for name in names
+        }
         return replace(score, reward=score.reward + weight * means["judge"], parts=score.parts | means)
 
 
@@ -113,13 +115,13 @@ class Judge:
     def _put(self, cases: Sequence[Case]) -> None:
         settings = self.settings
         prompt = cases[0].prompt
-        where = f"the question about prompt {prompt.uid}"
+        place = f"the question about prompt {prompt.uid}"
         try:
             text = self._questions.text(prompt.columns, [case.score.response for case in cases])
             chat = [{"role": "user", "content": text}] if self._renderer.tokenizer.chat_template else text
-            ids = self._renderer.prompt_ids(chat, where, settings.chat_template_arguments)
+            ids = self._renderer.prompt_ids(chat, place, settings.chat_template_arguments)
             if len(ids) > settings.max_prompt_tokens:
-                raise DataError(f"{where} has {len(ids)} tokens, above reward.judge.max_prompt_tokens.")
+                raise DataError(f"{place} has {len(ids)} tokens, above reward.judge.max_prompt_tokens.")
         except BallastError as error:
             self._grade(cases, str(error), answers=settings.samples)
             return
@@ -222,10 +224,10 @@ class JudgedScoring(Scoring):
 
     def collect(self) -> dict[Key, Score]:
         self._ask(super().collect(), last=True)
-        found = self.ready()
+        scores = self.ready()
         while self._cases:
-            found |= self.ready(POLL_SECONDS)
-        return found
+            scores |= self.ready(POLL_SECONDS)
+        return scores
 
     def ready(self, timeout_s: float = 0.0) -> dict[Key, Score]:
         self._ask(super().ready(0.0 if self._cases else timeout_s))

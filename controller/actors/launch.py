@@ -111,10 +111,10 @@ class WorkerGroups:
 
     def of_reference(self, method: str) -> GroupMethod:
         """Return a method of the reference, or else of the policy without adapters."""
-        found: GroupMethod = getattr(
+        group_method: GroupMethod = getattr(
             self.reference or self.policy, method if self.reference else f"reference_{method}"
         )
-        return found
+        return group_method
 
     def send_weights(self, version: int, adapter: str = "") -> dict[str, float]:
         """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
@@ -139,9 +139,9 @@ class WorkerGroups:
             self.rollouts.update_weights(weights, version)
             return {}
         weights, metrics = self.policy.export_changed_weights(self.rollouts.take_restarted())
-        found = results(metrics)
-        self.rollouts.update_weights(weights, version, whole=bool(found["weights_whole"]))
-        return found
+        numbers = results(metrics)
+        self.rollouts.update_weights(weights, version, whole_weights=bool(numbers["weights_whole"]))
+        return numbers
 
     def sleep_engines(self) -> None:
         """Free the weights and KV caches of engines that share GPUs. Call before a training pass."""
@@ -180,10 +180,10 @@ class WorkerGroups:
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
         """Return every micro-step's time since the last call, by the rank's actor."""
-        taken = [(group, group.take_micro_step_times.remote()) for group in self.groups.values()]
+        group_futures = [(group, group.take_micro_step_times.remote()) for group in self.groups.values()]
         return {
             name: times
-            for group, future in taken
+            for group, future in group_futures
             for name, times in zip(group.names, future.result(), strict=True)
         }
 
@@ -191,14 +191,14 @@ class WorkerGroups:
         """Return weight updates since the last call, by actor. Engines that do not answer in time are
         skipped.
         """
-        asked = {
+        names = {
             actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()
         }
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        answered, _ = ray.wait(list(names), num_returns=len(names), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
             with suppress(RayError):  # the next call that needs the engine reports it
-                loads[asked[ref]] = ray.get(ref)
+                loads[names[ref]] = ray.get(ref)
         return loads
 
 
@@ -284,11 +284,13 @@ def launch(
             rollouts.wait_started(timeout_s)
             judging.wait_started(timeout_s)
         timeout_s = config.resources.collective_timeout_s
-        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, deltas, timeout_s, judge, several)
+        worker_groups = WorkerGroups(
+            groups, rollouts, reward_pool, between_gpus, deltas, timeout_s, judge, several
+        )
         if between_gpus:
             with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
-                found.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
-        yield found
+                worker_groups.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
+        yield worker_groups
 
 
 class _Launch:
@@ -327,8 +329,10 @@ class _Launch:
         self.stack.callback(bundles.release)
         return bundles
 
-    def waiting(self, what: str, setting: str = "resources.start_timeout_s") -> AbstractContextManager[None]:
-        return self.console.waiting(f"{what} (at most {setting}={value_of(self.config, setting):g} s)")
+    def waiting(
+        self, subject: str, setting: str = "resources.start_timeout_s"
+    ) -> AbstractContextManager[None]:
+        return self.console.waiting(f"{subject} (at most {setting}={value_of(self.config, setting):g} s)")
 
     def group(self, role: str) -> WorkerGroup:
         config = self.config
@@ -354,16 +358,18 @@ class _Launch:
     def judge_engines(self) -> EnginePool | None:
         """Start the engines of a judge that has its own."""
         assert isinstance(self.config, Config)
-        own = self.config.judge_engines
+        judge_config = self.config.judge_engines
         resources = self.config.resources
         make = None
-        if own is None:
+        if judge_config is None:
             return None
-        make = engine_maker(own, self.bundles, self.requests["judge"], [], b"")
+        make = engine_maker(judge_config, self.bundles, self.requests["judge"], [], b"")
         budget = RestartBudget(self.config.run.max_restarts)
         log = self.console.log
         timeout_s = resources.start_timeout_s
-        engines = EnginePool(make, own.rollout, budget, start_timeout_s=timeout_s, name="judge", log=log)
+        engines = EnginePool(
+            make, judge_config.rollout, budget, start_timeout_s=timeout_s, name="judge", log=log
+        )
         self.stack.callback(engines.stop)
         engines.start()
         return engines
@@ -408,9 +414,9 @@ class _Launch:
         return self.groups
 
 
-def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list[str]:
+def shared_devices(ranks: list[dict[str, Any]], engines: int, ranks_per_engine: int) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES of each colocated engine. ranks: `Worker.facts` of every policy rank."""
-    shared = [ranks_of_engine(replica, each) for replica in range(engines)]
+    shared = [ranks_of_engine(replica, ranks_per_engine) for replica in range(engines)]
     return [",".join(ranks[rank]["gpus"] for rank in of_engine) for of_engine in shared]
 
 

@@ -86,8 +86,8 @@ def pools(config: TrainingConfig) -> list[Pool]:
     judge = (
         rollout_pool(config.judge_engines) if isinstance(config, Config) and config.judge_engines else None
     )
-    found = (training, rollout_pool(config), replace(judge, name="judge") if judge else None)
-    return [pool for pool in found if pool is not None]
+    candidates = (training, rollout_pool(config), replace(judge, name="judge") if judge else None)
+    return [pool for pool in candidates if pool is not None]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
@@ -101,10 +101,10 @@ def role_requests(config: TrainingConfig) -> list[RoleRequest]:
 def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
     gpus = reserved_by_engine(config)
     pool = "training" if config.rollout_placement == "colocated" else "rollout"
-    own = config.judge_engines
+    judge_config = config.judge_engines
     judge = []
-    if own:
-        judge = [RoleRequest("judge", own.engines, cpus, reserved_by_engine(own), "judge")]
+    if judge_config:
+        judge = [RoleRequest("judge", judge_config.engines, cpus, reserved_by_engine(judge_config), "judge")]
     parsers = 1 if config.uses_judge else 0  # of the judge's answers
     return [
         RoleRequest("rollout", config.engines, cpus, gpus, pool),
@@ -123,19 +123,19 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     """Warn of GPUs without work. gpus: of the cluster, 0 if unknown."""
     if not config.uses_gpus:
         return []
-    (engines, each), shared, used = (
+    (engines, engine_gpus), shared, used = (
         config.colocated_engines,
         config.training_workers,
         int(reserved(config, "GPU")),
     )
     warnings = []
     if gpus > used:
-        more = "policy.data_parallel or rollout.replicas" if config.samples else "policy.data_parallel"
-        warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {more}.")
-    if engines and engines * each < shared:
+        settings = "policy.data_parallel or rollout.replicas" if config.samples else "policy.data_parallel"
+        warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {settings}.")
+    if engines and engines * engine_gpus < shared:
         warnings.append(
-            f"{shared - engines * each} of the policy's {shared} GPUs are idle while "
-            f"{counted(engines, 'engine')} of {counted(each, 'GPU')} generate. Set rollout.replicas=0. "
-            f"rollout.tensor_parallel must divide {shared}."
+            f"{shared - engines * engine_gpus} of the policy's {shared} GPUs are idle while "
+            f"{counted(engines, 'engine')} of {counted(engine_gpus, 'GPU')} generate. Set "
+            f"rollout.replicas=0. rollout.tensor_parallel must divide {shared}."
         )
     return warnings

@@ -25,8 +25,8 @@ def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
     Raises ResourceError if a colocated engine would span several nodes.
     """
     rooms = _rooms(nodes)
-    found = [_assign([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]
-    node_of_rank = min(found, key=lambda nodes: _split(pool, nodes))
+    assignments = [_assign([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]
+    node_of_rank = min(assignments, key=lambda nodes: _split(pool, nodes))
     _check_engines(pool, node_of_rank, rooms)
     bundles = [iter(room) for room in rooms]
     return tuple(next(bundles[node]) for node in node_of_rank)
@@ -57,13 +57,13 @@ def _sizes(pool: Pool) -> Iterator[list[int]]:
 
 
 def _assign(rooms: list[int], sizes: list[int]) -> list[int]:
-    left = list(rooms)
+    free_rooms = list(rooms)
     assigned = list[int]()
     for size in [*reversed(sizes), 1]:
-        for node, room in enumerate(left):
-            taken = room // size * size
-            assigned += [node] * taken
-            left[node] -= taken
+        for node, room in enumerate(free_rooms):
+            count = room // size * size
+            assigned += [node] * count
+            free_rooms[node] -= count
     return assigned
 
 

@@ -79,11 +79,11 @@ def _shortage_message(pool: Pool, timeout_s: float) -> str:
     cluster = ray.cluster_resources()
     free = ray.available_resources()
     missing = shortage(pool, cluster) or shortage(pool, free)
-    where = "the whole cluster" if shortage(pool, cluster) else "what other jobs left free"
+    place = "the whole cluster" if shortage(pool, cluster) else "what other jobs left free"
     lacks = ", ".join(f"{amount:g} {resource}" for resource, amount in missing.items())
     if not missing:
         largest = max(pool.bundles, key=lambda bundle: sum(bundle.values()))
-        where = "one node"
+        place = "one node"
         lacks = f"room for a bundle of {largest}"
     counts = {
         resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}"
@@ -91,6 +91,6 @@ def _shortage_message(pool: Pool, timeout_s: float) -> str:
     }
     return (
         f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed "
-        f"within {timeout_s:g} s: {lacks} missing in {where} ({counts}). Start more nodes, lower "
+        f"within {timeout_s:g} s: {lacks} missing in {place} ({counts}). Start more nodes, lower "
         "policy.data_parallel or rollout.replicas, or raise resources.placement_timeout_s."
     )

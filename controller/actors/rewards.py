@@ -122,15 +122,15 @@ class RewardPool:
 
         Raises WorkerError for a failure with reward.on_failure=stop, DataError for a reserved name of a part.
         """
-        found = {}
+        by_key = {}
         for result, score in zip(results, scores, strict=True):
             played = result.environment.parts if result.environment is not None else ()
             check_parts(score.parts, played, ours=("agent", *TOOL_PARTS))
             if result.environment is not None:
                 joint = add_environment(score, result.environment, as_part=self._adds)
                 score = replace(joint, scored=score.scored)
-            found[result.key] = self.checked(result.key, score)
-        return found
+            by_key[result.key] = self.checked(result.key, score)
+        return by_key
 
     def checked(self, key: tuple[str, int], score: Score) -> Score:
         """Return the score. Raises WorkerError for a failure with reward.on_failure=stop."""
@@ -149,8 +149,10 @@ class RewardPool:
 def _images_of(prompt: Prompt, result: SampleResult) -> Placed:
     """Return the record's images. A row of an agent may begin with others."""
     first = result.images[: len(prompt.images)]
-    shown = [each.image for each in first] == [each.image for each in prompt.images]
-    return first if shown else stored(prompt.images, {})
+    matches = [placed_image.image for placed_image in first] == [
+        placed_image.image for placed_image in prompt.images
+    ]
+    return first if matches else stored(prompt.images, {})
 
 
 class Scoring:
@@ -188,8 +190,8 @@ class Scoring:
         scores: dict[tuple[str, int], Score] = {}
         for ref in refs:
             try:
-                found = ray.get(ref)
+                worker_scores = ray.get(ref)
             except ray.exceptions.RayError as error:
                 raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
-            scores |= self._pool.joined(self._pending.pop(ref), found)
+            scores |= self._pool.joined(self._pending.pop(ref), worker_scores)
         return scores

@@ -66,12 +66,12 @@ class GroupFuture:
         """
         waiting = list(self._names)
         while waiting:
-            done, others = self._wait_for_one(waiting, timeout_s, meanwhile or self._meanwhile)
+            done, other_refs = self._wait_for_one(waiting, timeout_s, meanwhile or self._meanwhile)
             if not done:
                 late = ", ".join(self._names[ref] for ref in waiting)
                 raise WorkerError(f"{self._label} did not finish within {timeout_s:g} s on {late}.")
-            self._raise_if_failed(done[0], others)
-            waiting = others
+            self._raise_if_failed(done[0], other_refs)
+            waiting = other_refs
         return self._join()
 
     @staticmethod
@@ -82,13 +82,15 @@ class GroupFuture:
             return ray.wait(refs, num_returns=1, timeout=timeout_s)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            done, others = ray.wait(refs, num_returns=1, timeout=min(MEANWHILE_SECONDS, left))
-            if done or not left:
-                return done, others
+            remaining_seconds = max(0.0, deadline - time.monotonic())
+            done, other_refs = ray.wait(
+                refs, num_returns=1, timeout=min(MEANWHILE_SECONDS, remaining_seconds)
+            )
+            if done or not remaining_seconds:
+                return done, other_refs
             meanwhile()
 
-    def _raise_if_failed(self, ref: ray.ObjectRef, others: list[ray.ObjectRef]) -> None:
+    def _raise_if_failed(self, ref: ray.ObjectRef, other_refs: list[ray.ObjectRef]) -> None:
         try:
             ray.get(ref)
         except RayTaskError as error:
@@ -98,7 +100,7 @@ class GroupFuture:
                 raise LostError(
                     f"{self._label} needed tokens of a node that was lost: {cause_of(error)}"
                 ) from error
-            self._raise_lost(others)
+            self._raise_lost(other_refs)
             raise WorkerError(
                 f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}"
             ) from error
@@ -108,8 +110,8 @@ class GroupFuture:
     def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
         """Raise LostError if another rank was lost, which broke this rank's collective."""
         deadline = time.monotonic() + LOST_SECONDS
-        while refs and (left := deadline - time.monotonic()) > 0:
-            done, refs = ray.wait(refs, num_returns=1, timeout=left)
+        while refs and (remaining_seconds := deadline - time.monotonic()) > 0:
+            done, refs = ray.wait(refs, num_returns=1, timeout=remaining_seconds)
             for ref in done:
                 try:
                     ray.get(ref)
@@ -153,14 +155,14 @@ class GroupMethod:
             return ray.get(done)
         if join is Join.RANK_ZERO:
             return ray.get(done[0])
-        found = ray.get([done[i] for i in counted])
+        outputs = ray.get([done[i] for i in counted])
         if join is Join.METRICS:
-            return merge(found)
+            return merge(outputs)
         if join is Join.ROWS:
-            return join_rows(args[1], len(args[0]), found)
+            return join_rows(args[1], len(args[0]), outputs)
         if join is Join.RANK_ZERO_REFERENCE:
-            return calls[0][0], merge(found)
-        return join_tokens(self._mode, args[1], len(args[0]), [calls[i][0] for i in counted], found)
+            return calls[0][0], merge(outputs)
+        return join_tokens(self._mode, args[1], len(args[0]), [calls[i][0] for i in counted], outputs)
 
 
 class WorkerGroup:

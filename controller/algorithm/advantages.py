@@ -71,15 +71,15 @@ def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.n
         raise ConfigError(
             f"algorithm.advantage={name} is not an estimator. Known are {', '.join(ESTIMATORS)}"
         )
-    found = ESTIMATORS[name]
-    missing = [column for column in ("reward", "group_number", *found.columns) if column not in batch]
+    estimator = ESTIMATORS[name]
+    missing = [column for column in ("reward", "group_number", *estimator.columns) if column not in batch]
     if missing:
         raise DataError(
             f"algorithm.advantage={name} needs the column {missing[0]!r}. The batch has {sorted(batch)}"
         )
-    keywords = {column: batch[column] for column in found.columns}
-    keywords |= {option: options[option] for option in found.options if option in options}
-    return found.function(batch["reward"], batch["group_number"], **keywords)
+    keywords = {column: batch[column] for column in estimator.columns}
+    keywords |= {option: options[option] for option in estimator.options if option in options}
+    return estimator.function(batch["reward"], batch["group_number"], **keywords)
 
 
 def _one(rewards: np.ndarray, groups: np.ndarray, **_: Any) -> np.ndarray:
@@ -221,11 +221,11 @@ def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarr
     best = np.array([comb(j, k - 1) / comb(n, k) for j in range(n)])
     mean = best @ ascending
     std = np.sqrt(best @ (ascending - mean) ** 2)
-    own = np.array([comb(i, k - 1) / comb(n - 1, k - 1) for i in range(n)])
+    own_weights = np.array([comb(i, k - 1) / comb(n - 1, k - 1) for i in range(n)])
     above = np.array([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
     from_above = np.append(np.cumsum((above * ascending)[::-1])[::-1][1:], 0.0)
     advantages = np.empty(n)
-    advantages[order] = (own * ascending + from_above - mean) / (std + epsilon)
+    advantages[order] = (own_weights * ascending + from_above - mean) / (std + epsilon)
     return advantages
 
 
@@ -319,16 +319,16 @@ def sequence_slopes(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.
 
     Raises DataError for an estimator of another form.
     """
-    found = ESTIMATORS.get(algorithm.advantage)
-    if found is None or found.slope is None:
-        known = ", ".join(name for name, each in ESTIMATORS.items() if each.slope)
+    estimator = ESTIMATORS.get(algorithm.advantage)
+    if estimator is None or estimator.slope is None:
+        names = ", ".join(name for name, candidate in ESTIMATORS.items() if candidate.slope)
         raise DataError(
             f"algorithm.advantage={algorithm.advantage}: an agent gave rewards to single responses, which "
-            f"it cannot compare with those of whole sessions. Use one of {known}, or reward sessions alone."
+            f"it cannot compare with those of whole sessions. Use one of {names}, or reward sessions alone."
         )
     first, sample = samples_of(batch)
-    options = {"normalize_by_std": algorithm.normalize_by_std} if found.options else {}
-    return found.slope(rewards[first], batch["group_number"][first], **options)[sample]
+    options = {"normalize_by_std": algorithm.normalize_by_std} if estimator.options else {}
+    return estimator.slope(rewards[first], batch["group_number"][first], **options)[sample]
 
 
 def samples_of(batch: RemoteBatch) -> tuple[np.ndarray, np.ndarray]:

@@ -38,15 +38,19 @@ def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray)
     """
     first, sample = samples_of(batch)
     tokens, earned, states = zip(*(zip(*batch["credit"][row], strict=True) for row in first), strict=True)
-    found = []
-    for each, reward in zip(earned, rewards[first].tolist(), strict=True):
-        before_last = np.array(each[:-1]) * (algorithm.credit == "turn")
-        found.append(np.append(before_last, reward - before_last.sum()))
+    numbers = []
+    for turn_rewards, reward in zip(earned, rewards[first].tolist(), strict=True):
+        before_last = np.array(turn_rewards[:-1]) * (algorithm.credit == "turn")
+        numbers.append(np.append(before_last, reward - before_last.sum()))
     if algorithm.advantage == "gigpo":
-        states = states if algorithm.gigpo.states == "observation" else [range(len(each)) for each in earned]
+        states = (
+            states
+            if algorithm.gigpo.states == "observation"
+            else [range(len(turn_rewards)) for turn_rewards in earned]
+        )
         settings = (algorithm.gamma, algorithm.gigpo.weight, algorithm.normalize_by_std)
-        found = gigpo(rewards[first], batch["group_number"][first], found, states, *settings)
-    return by_row(sample, batch["response_tokens"], tokens, found)
+        numbers = gigpo(rewards[first], batch["group_number"][first], numbers, states, *settings)
+    return by_row(sample, batch["response_tokens"], tokens, numbers)
 
 
 def has_offsets(batch: RemoteBatch) -> bool:
@@ -65,11 +69,13 @@ def of_sessions(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndar
     A, baseline and scale: by algorithm.advantage from the sessions' rewards, float [B].
     """
     first, sample = samples_of(batch)
-    slopes, found = (
-        each(algorithm, batch, rewards)[first] for each in (sequence_slopes, sequence_advantages)
+    slopes, advantages = (
+        function(algorithm, batch, rewards)[first] for function in (sequence_slopes, sequence_advantages)
     )
     tokens, offsets, _ = zip(*(zip(*batch["offsets"][row], strict=True) for row in first), strict=True)
-    numbers = [a + s * np.array(each) for a, s, each in zip(found, slopes, offsets, strict=True)]
+    numbers = [
+        a + s * np.array(turn_offsets) for a, s, turn_offsets in zip(advantages, slopes, offsets, strict=True)
+    ]
     return by_row(sample, batch["response_tokens"], tokens, numbers)
 
 
@@ -110,12 +116,12 @@ def by_row(
     sample, row_tokens: int [B], of each row, trained tokens alone. tokens, numbers: of the turns of each
     sample.
     """
-    turns = [iter(zip(*each, strict=True)) for each in zip(tokens, numbers, strict=True)]
+    turns = [iter(zip(*pair, strict=True)) for pair in zip(tokens, numbers, strict=True)]
     rows = []
-    for owner, left in zip(sample.tolist(), row_tokens.tolist(), strict=True):
+    for owner, budget in zip(sample.tolist(), row_tokens.tolist(), strict=True):
         row = []
-        while left > 0:
+        while budget > 0:
             row.append(next(turns[owner]))
-            left -= row[-1][0]
+            budget -= row[-1][0]
         rows.append(tuple(row))
     return object_column(rows)

@@ -55,8 +55,8 @@ class LogProbCheck:
         version.
         """
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
-        found = AtEqualWeights.FIRST if current == self._first else AtEqualWeights.CHANGED
-        return found if of_current and found in self._pending else AtEqualWeights.NONE
+        comparison = AtEqualWeights.FIRST if current == self._first else AtEqualWeights.CHANGED
+        return comparison if of_current and comparison in self._pending else AtEqualWeights.NONE
 
     def awaits(self, equal_weights: AtEqualWeights) -> bool:
         return equal_weights in self._pending
@@ -102,7 +102,7 @@ def compares_exactly(config: Config) -> bool:
 
 def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights: AtEqualWeights) -> str:
     """Return the problem with a mismatch, in nats a token, or an empty string. limit: policy.max_mismatch."""
-    told = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
+    gap = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
     if math.isnan(mean):
         return (
             "log-probs of engines and trainer differ by NaN: one of them produced NaN. No weights were "
@@ -111,13 +111,13 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights:
         )
     if equal_weights is not AtEqualWeights.NONE and mean > TOLERANCE[dtype]:
         return (
-            f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): "
+            f"{gap} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): "
             "the engine does not compute what the trainer does. `python -m ballast doctor` compares them "
             "with a tiny model."
         )
     if mean > limit:
         return (
-            f"{told}, above policy.max_mismatch={limit:g}. `python -m ballast doctor` compares them at equal "
+            f"{gap}, above policy.max_mismatch={limit:g}. `python -m ballast doctor` compares them at equal "
             "weights. Raise policy.max_mismatch if samples are older than the weights, or if "
             "rollout.sampling changes the distribution."
         )

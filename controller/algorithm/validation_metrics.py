@@ -80,7 +80,7 @@ def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
 
 
 def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
-    return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
+    return any(name == metric or name.endswith(f"/{metric}") for metric in possible_metrics(samples, parts))
 
 
 def _of_one_source(
@@ -110,9 +110,10 @@ def _of_one_source(
 
 def _score(groups: Sequence[Sequence[ScoredResponse]], name: str) -> PromptValues:
     scores = [[response.scores[name] for response in group if name in response.scores] for group in groups]
-    there = [found for found in scores if found]
+    scored_groups = [group_scores for group_scores in scores if group_scores]
     return PromptValues(
-        np.array([sum(found) for found in there]), np.array([float(len(found)) for found in there])
+        np.array([sum(group_scores) for group_scores in scored_groups]),
+        np.array([float(len(group_scores)) for group_scores in scored_groups]),
     )
 
 
@@ -196,11 +197,11 @@ def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
     prompts = len(values.sums)
     rng = np.random.default_rng(0)
     at_a_time = max(1, NUMBERS_AT_A_TIME // prompts)
-    found = []
+    means = []
     for start in range(0, RESAMPLES, at_a_time):
         count = min(at_a_time, RESAMPLES - start)
         times = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # draws of each prompt
-        found.append((times @ values.sums) / (times @ values.counts))
+        means.append((times @ values.sums) / (times @ values.counts))
     ends = [0.5 - confidence / 2, 0.5 + confidence / 2]
-    low, high = np.quantile(np.concatenate(found), ends, method="inverted_cdf")  # values that occur
+    low, high = np.quantile(np.concatenate(means), ends, method="inverted_cdf")  # values that occur
     return float(low), float(high)

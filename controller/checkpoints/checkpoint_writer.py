@@ -80,9 +80,11 @@ class CheckpointWriter:
             method.remote(*arguments).result(SAVE_SECONDS)
         except CheckpointError as error:
             self.failures += 1
-            left = next(iter(checkpoints_at(self._folder)), None)
+            checkpoint = next(iter(checkpoints_at(self._folder)), None)
             resumed = (
-                f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
+                f"it can be resumed from {checkpoint}"
+                if checkpoint
+                else "there is no checkpoint yet to resume it from"
             )
             self._log(f"{clause(error)}. The run continues, and {resumed}.")
             return False
@@ -107,13 +109,13 @@ def resume(
     candidates = checkpoints_at(folder.resolve())
     for path in candidates:
         try:
-            found = [
+            states = [
                 group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()
             ]
             samples, replay = (
                 str(file) if file.exists() else "" for file in (samples_path(path), replay_path(path))
             )
-            progress = replace(Progress(**found[0]), samples=samples, replay=replay)
+            progress = replace(Progress(**states[0]), samples=samples, replay=replay)
         except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
             log(f"{path} cannot be loaded: {error}")
             continue
@@ -136,6 +138,6 @@ def resume(
 def _remove_later(roles: WorkerGroups, path: Path, step: int) -> None:
     # They failed to load or lack a role, and new ones will have their names.
     for role in roles.trained:
-        for found, manifest in complete(role_path(path, role).parent):
+        for checkpoint, manifest in complete(role_path(path, role).parent):
             if manifest.step > step:
-                remove(found)
+                remove(checkpoint)

@@ -66,10 +66,10 @@ def remove_old_samples(run_folder: Path) -> None:
     """Remove sample files of checkpoints that are gone. Those newer than all complete checkpoints are being
     saved.
     """
-    there = {manifest.step for _, manifest in complete(run_folder / FOLDER)}
+    saved_steps = {manifest.step for _, manifest in complete(run_folder / FOLDER)}
     for path in (run_folder / FOLDER.parent).glob("*/step-*.npz"):
         step = int(path.stem.removeprefix("step-"))
-        if step not in there and step < max(there, default=0):
+        if step not in saved_steps and step < max(saved_steps, default=0):
             path.unlink()
 
 
@@ -80,7 +80,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     if (path / MANIFEST).exists():
         read_manifest(path)
         return [path]
-    return [found for found, _ in reversed(complete(path / FOLDER))]
+    return [checkpoint for checkpoint, _ in reversed(complete(path / FOLDER))]
 
 
 def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
@@ -93,9 +93,9 @@ def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
 
 
 def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> None:
-    found = differences(now, then)
-    if found:
+    changes = differences(now, then)
+    if changes:
         raise ConfigError(
-            f"run.resume: {path} was trained on other data: {'; '.join(found)}. Set that back, or continue "
+            f"run.resume: {path} was trained on other data: {'; '.join(changes)}. Set that back, or continue "
             "with the new data by run.on_data_change=restart (from its first prompt) or keep_place."
         )

@@ -31,10 +31,10 @@ class Counterpart:
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     default: str = ""
 
-    def is_of(self, known: Collection[str]) -> bool:
-        """Whether the settings `known` include the counterpart."""
+    def is_of(self, names: Collection[str]) -> bool:
+        """Whether the settings `names` include the counterpart."""
         return all(
-            name in known or any(other.startswith(f"{name}.") for other in known) for name in self.here
+            name in names or any(setting.startswith(f"{name}.") for setting in names) for name in self.here
         )
 
     @property
@@ -51,39 +51,39 @@ def counterparts() -> tuple[Counterpart, ...]:
 
 
 def _row(system: str, key: str, row: str | Mapping[str, Any]) -> Counterpart:
-    given: dict[str, Any] = {"here": row} if isinstance(row, str) else dict(row)
-    here = tuple(given.pop("here", "").split())
-    values = given.pop("values", {})
+    fields: dict[str, Any] = {"here": row} if isinstance(row, str) else dict(row)
+    here = tuple(fields.pop("here", "").split())
+    values = fields.pop("values", {})
     values = {theirs: {here[0]: ours} if isinstance(ours, str) else ours for theirs, ours in values.items()}
-    return Counterpart(system, key, here, values=values, **given)
+    return Counterpart(system, key, here, values=values, **fields)
 
 
-def previous_name(key: str, known: Collection[str]) -> Counterpart | None:
+def previous_name(key: str, names: Collection[str]) -> Counterpart | None:
     """Return the counterpart of a setting of Ballast's previous version."""
     rows = (row for row in counterparts() if row.system.startswith(PREVIOUS) and row.key == key)
-    return next((row for row in rows if row.is_of(known)), None)
+    return next((row for row in rows if row.is_of(names)), None)
 
 
 @cache
-def _rows_of(known: frozenset[str]) -> list[tuple[str, Counterpart]]:
+def _rows_of(names: frozenset[str]) -> list[tuple[str, Counterpart]]:
     """Return the table's rows for a command's settings, with their keys as settings are written."""
-    return [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(known)]
+    return [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(names)]
 
 
-def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
-    """Describe the counterpart of another system's key, or return "" if the settings `known` include none.
+def answer(key: str, names: Collection[str], *, exact: bool = False) -> str:
+    """Describe the counterpart of another system's key, or return "" if the settings `names` include none.
 
-    Matches the whole key. Unless `whole`, then an end of `key` with its section, keys that end with `key`,
+    Matches the whole key. Unless `exact`, then an end of `key` with its section, keys that end with `key`,
     and patterns. Several counterparts are all named.
     """
     key = key.replace("-", "_")
-    rows = _rows_of(frozenset(known))
-    found = [row for theirs, row in rows if key == theirs]
-    if not whole:
-        found = found or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
-        found = found or [row for theirs, row in rows if theirs.endswith(f".{key}")]
+    rows = _rows_of(frozenset(names))
+    matches = [row for theirs, row in rows if key == theirs]
+    if not exact:
+        matches = matches or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
+        matches = matches or [row for theirs, row in rows if theirs.endswith(f".{key}")]
     # `model.*` of another system does not answer a misspelt setting of our section `model`.
-    ours = () if whole else tuple({f"{name.partition('.')[0]}.*" for name in known})
-    found = found or [row for theirs, row in rows if theirs not in ours and fnmatchcase(key, theirs)]
-    found = [row for row in found if row.here] or found
-    return ", or ".join({row.here: row.answer for row in reversed(found)}.values())
+    ours = () if exact else tuple({f"{name.partition('.')[0]}.*" for name in names})
+    matches = matches or [row for theirs, row in rows if theirs not in ours and fnmatchcase(key, theirs)]
+    matches = [row for row in matches if row.here] or matches
+    return ", or ".join({row.here: row.answer for row in reversed(matches)}.values())

@@ -78,7 +78,7 @@ _OF_A_SETTING = re.compile(r"([\w.]+)(=| above | other than | left empty)?(.*)")
 
 def effect_words(conditions: Conditions, only_with: Iterable[str]) -> str:
     """Describe a setting's conditions in a sentence, or return "" if every run of the command meets them."""
-    words = [conditions[each][0] if each in conditions else each for each in only_with]
+    words = [conditions[condition][0] if condition in conditions else condition for condition in only_with]
     return f"Only with {', and with '.join(filter(None, words))}." if any(words) else ""
 
 
@@ -99,16 +99,17 @@ def holds(config: Any, condition: str) -> bool:
 def check_settings_have_effect(config: Any) -> None:
     """Raise CombinedConfigError with every changed setting that has no effect in this combination."""
     errors: list[ConfigError] = []
-    for found in settings(type(config)()):
-        value = value_of(config, found.key)
-        if value == found.default or found.follows:
+    for setting in settings(type(config)()):
+        value = value_of(config, setting.key)
+        if value == setting.default or setting.follows:
             continue
-        condition = next((condition for condition in found.only_with if not holds(config, condition)), None)
+        condition = next((condition for condition in setting.only_with if not holds(config, condition)), None)
         if condition is not None:
             needed = config.conditions[condition][0] if condition in config.conditions else condition
             errors.append(
                 ConfigError(
-                    f"{found.key}={value} has no effect without {needed}. Set that, or remove {found.key}."
+                    f"{setting.key}={value} has no effect without {needed}. Set that, or remove "
+                    f"{setting.key}."
                 )
             )
     raise_all(errors)

@@ -95,8 +95,14 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
     pairs = [pair for base in type(section).__mro__ for pair in vars(base).get("only_with", ())]
     for item in fields(section):
         value = getattr(section, item.name)
-        own = [condition for condition, names in pairs if item.name in names.split(", ")]
-        conditions = (*only_with, *(prefix[:-1] + each if each.startswith(".") else each for each in own))
+        own_conditions = [condition for condition, names in pairs if item.name in names.split(", ")]
+        conditions = (
+            *only_with,
+            *(
+                prefix[:-1] + condition if condition.startswith(".") else condition
+                for condition in own_conditions
+            ),
+        )
         if is_dataclass(value):
             yield from settings(value, f"{prefix}{item.name}.", conditions)
         else:
@@ -106,13 +112,13 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
 
 
 def leaves(
-    content: Mapping[Any, Any], known: Collection[str] = (), prefix: str = ""
+    content: Mapping[Any, Any], keys: Collection[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (full key, value) of nested mappings. A mapping below a key in `known` is its value."""
+    """Yield (full key, value) of nested mappings. A mapping below a key in `keys` is its value."""
     for name, value in content.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in known:
-            yield from leaves(value, known, f"{key}.")
+        if isinstance(value, Mapping) and value and key not in keys:
+            yield from leaves(value, keys, f"{key}.")
         else:
             yield key, value
 
@@ -130,24 +136,24 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or
     required key not set.
     """
-    known = {found.key: found for found in settings(schema())}
+    known_settings = {setting.key: setting for setting in settings(schema())}
     parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
-    parts += [("", _read_override(override, known)) for override in overrides]
+    parts += [("", _read_override(override, known_settings)) for override in overrides]
     merged = copy.deepcopy(_defaults(cast(Hashable, schema)))
     problems = Problems()
     for source, part in parts:
         with problems.collecting():
-            _follow_renames(part, known, source)
-            _convert_lists(part, known, source)
-            _check_keys_and_types(part, known, source)
+            _follow_renames(part, known_settings, source)
+            _convert_lists(part, known_settings, source)
+            _check_keys_and_types(part, known_settings, source)
     problems.raise_all()
     for _, part in parts:
         merged = _merge(merged, part)
-        for key, found in known.items():  # a mapping given again replaces the one before
-            if found.type in (Numbers, Biases) and OmegaConf.select(part, key) is not None:
+        for key, setting in known_settings.items():  # a mapping given again replaces the one before
+            if setting.type in (Numbers, Biases) and OmegaConf.select(part, key) is not None:
                 OmegaConf.update(merged, key, OmegaConf.select(part, key), merge=False)
-    config = _to_object(merged, known)
-    _check_ranges(config, known)
+    config = _to_object(merged, known_settings)
+    _check_ranges(config, known_settings)
     return cast(Schema, config)
 
 
@@ -222,16 +228,18 @@ def yaml_events(text: str) -> Iterator[yaml.Event]:
         yield event
 
 
-def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
+def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
     """Replace the previous version's settings in place, and print one line if any has a new name.
 
     A setting that has become a choice still reads its booleans.
     """
     new_names = []
-    for key, value in list(_leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source)):
-        if key in known and (known[key].type is not str or not isinstance(value, bool)):
+    for key, value in list(
+        _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known_settings, source)
+    ):
+        if key in known_settings and (known_settings[key].type is not str or not isinstance(value, bool)):
             continue
-        row = previous_name(key, known)
+        row = previous_name(key, known_settings)
         if row is None:
             continue
         new = row.values.get(shown(value))
@@ -244,8 +252,8 @@ def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str)
             for ours, setting in new.items():
                 OmegaConf.update(part, ours, setting, force_add=True)
     if new_names:
-        more = f", and {len(new_names) - 3} more in docs/migration.md" if len(new_names) > 3 else ""
-        _print_once(f"{source}{', '.join(new_names[:3])}{more}. The next version refuses the old names.")
+        rest = f", and {len(new_names) - 3} more in docs/migration.md" if len(new_names) > 3 else ""
+        _print_once(f"{source}{', '.join(new_names[:3])}{rest}. The next version refuses the old names.")
 
 
 DEEPEST_YAML = 50
@@ -253,15 +261,19 @@ NAMES_IN_A_TEXT = ("model.lora.target_modules",)
 """Settings that are names separated by commas, and may be a list."""
 
 
-def _convert_lists(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
+def _convert_lists(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
     """Read one text or number as a list of it, and a list as a text of names, in place.
 
     As engines and peft read `stop: "</a>"` and `target_modules: [q_proj, v_proj]`.
     """
-    for key, value in list(_leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source)):
-        if key not in known or (isinstance(value, str) and (not value or value == MISSING or "${" in value)):
+    for key, value in list(
+        _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known_settings, source)
+    ):
+        if key not in known_settings or (
+            isinstance(value, str) and (not value or value == MISSING or "${" in value)
+        ):
             continue
-        kind = known[key].type
+        kind = known_settings[key].type
         if get_origin(kind) is list and is_of_type(value, get_args(kind)[0]):
             OmegaConf.update(part, key, [value])
         elif key in NAMES_IN_A_TEXT and value and is_of_type(value, list[str]):
@@ -273,20 +285,20 @@ def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
+def _read_override(override: str, known_settings: Mapping[str, Setting]) -> DictConfig:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", override, re.DOTALL):
         raise ConfigError(f"{override!r} is not an override. Write key.sub=value.")
     key, _, value = override.partition("=")
-    for name, found in known.items():
-        if found.type in (Numbers, Biases) and key.startswith(f"{name}."):
+    for name, setting in known_settings.items():
+        if setting.type in (Numbers, Biases) and key.startswith(f"{name}."):
             raise ConfigError(
                 f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'."
             )
-    if not value.strip() and key in known and known[key].type is str:
+    if not value.strip() and key in known_settings and known_settings[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
     try:
         # YAML would read the brace of a reference within a list or a mapping as another mapping.
-        if key in known and _holds_several(known[key]) and "${" in value.lstrip()[1:]:
+        if key in known_settings and _holds_several(known_settings[key]) and "${" in value.lstrip()[1:]:
             raise _no_reference(key)
         _check_scalars(value, key=key)
         return OmegaConf.from_dotlist([override])
@@ -324,12 +336,14 @@ def _check_scalars(text: str, file: str = "", key: str = "") -> None:
                 )
 
 
-def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
+def _check_keys_and_types(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
     problems = Problems()
-    for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
+    for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known_settings, source):
         with problems.collecting():
-            _check_key_and_type(key, value, known, source)
-            expanded = value if known[key].type == Options else with_user_paths(value, f"{source}{key}")
+            _check_key_and_type(key, value, known_settings, source)
+            expanded = (
+                value if known_settings[key].type == Options else with_user_paths(value, f"{source}{key}")
+            )
             if expanded != value:
                 OmegaConf.update(part, key, expanded, merge=False)
     problems.raise_all()
@@ -352,7 +366,7 @@ def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], sour
 
 
 def _leaves(
-    content: Mapping[str, Any], known: Mapping[str, Setting], source: str, prefix: str = ""
+    content: Mapping[str, Any], known_settings: Mapping[str, Setting], source: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Yield (full key, value) of every setting. Raises ConfigError for a section given as a single value."""
     for name, value in content.items():
@@ -361,13 +375,13 @@ def _leaves(
             raise ConfigError(
                 f"{source}{key}: in YAML a dot does not nest. Write `{key.replace('.', ': {', 1)}: ...}}`."
             )
-        is_section = any(other.startswith(f"{key}.") for other in known)
+        is_section = any(other_key.startswith(f"{key}.") for other_key in known_settings)
         if is_section and not isinstance(value, dict):
             raise ConfigError(
                 f"{source}{key} is a section and takes settings ({key}.NAME), not {shown(value)}."
             )
-        if is_section or (isinstance(value, dict) and key not in known):
-            yield from _leaves(value, known, source, f"{key}.")
+        if is_section or (isinstance(value, dict) and key not in known_settings):
+            yield from _leaves(value, known_settings, source, f"{key}.")
         else:
             yield key, value
 
@@ -413,12 +427,12 @@ def is_of_type(value: Any, wanted: type) -> bool:
     kind = get_origin(wanted)
     inner = get_args(wanted)
     if kind is list:
-        return isinstance(value, list) and all(is_of_type(each, inner[0]) for each in value)
+        return isinstance(value, list) and all(is_of_type(entry, inner[0]) for entry in value)
     if kind is dict:
         names, values = inner
         return isinstance(value, dict) and all(
-            isinstance(name, names) and (values is Any or is_of_type(each, values))
-            for name, each in value.items()
+            isinstance(name, names) and (values is Any or is_of_type(entry, values))
+            for name, entry in value.items()
         )
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
@@ -431,41 +445,42 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def _suggestion(key: str, known: list[str]) -> str:
-    near = max(known, key=lambda other: _nearness(key, other))
+def _suggestion(key: str, keys: list[str]) -> str:
+    near = max(keys, key=lambda other_key: _nearness(key, other_key))
     alike, _ = _nearness(key, near)
-    if found := answer(key, known, whole=alike == 1):
-        return f"{found}. See docs/migration.md."
+    if advice := answer(key, keys, exact=alike == 1):
+        return f"{advice}. See docs/migration.md."
     if alike:
         return f"did you mean {near}?"
     section = key
-    while section and not any(other.startswith(f"{section}.") for other in known):
+    while section and not any(other_key.startswith(f"{section}.") for other_key in keys):
         section = section.rpartition(".")[0]
     start = f"{section}." if section else ""
     below = dict.fromkeys(
-        other.removeprefix(start).partition(".")[0] for other in known if other.startswith(start)
+        other_key.removeprefix(start).partition(".")[0] for other_key in keys if other_key.startswith(start)
     )
     return f"{section or 'the configuration'} has {', '.join(below)}."
 
 
-def _nearness(key: str, other: str) -> tuple[float, int]:
-    """Rate how close the setting `other` is to `key`, or 0 if the name or a written section differs.
+def _nearness(key: str, other_key: str) -> tuple[float, int]:
+    """Rate how close the setting `other_key` is to `key`, or 0 if the name or a written section differs.
 
     Sections may be left out but not ignored: `custom_reward_function.name` is not close to `run.name`.
     """
     *sections, name = key.split(".")
-    *others, last = other.split(".")
+    *other_sections, last = other_key.split(".")
     alike = difflib.SequenceMatcher(None, name, last).ratio()
-    left = iter(others)
-    known = all(
-        any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in left) for section in sections
+    candidates = iter(other_sections)
+    sections_fit = all(
+        any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in candidates)
+        for section in sections
     )
-    return (alike if known and alike > 0.7 else 0, -len(others))
+    return (alike if sections_fit and alike > 0.7 else 0, -len(other_sections))
 
 
-def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
+def _to_object(merged: Any, known_settings: Mapping[str, Setting]) -> Any:
     try:
-        unset = sorted(OmegaConf.missing_keys(merged), key=list(known).index)
+        unset = sorted(OmegaConf.missing_keys(merged), key=list(known_settings).index)
         if unset:
             verb = "is" if len(unset) == 1 else "are"
             raise ConfigError(
@@ -473,12 +488,12 @@ def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
             )
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise _refusal(error, "" if error.full_key else _wrong_list(merged, known)) from None
+        raise _refusal(error, "" if error.full_key else _wrong_list(merged, known_settings)) from None
 
 
-def _wrong_list(merged: Any, known: Mapping[str, Setting]) -> str:
+def _wrong_list(merged: Any, known_settings: Mapping[str, Setting]) -> str:
     """Find the list setting whose ${...} is not a list. OmegaConf's error about it names no key."""
-    for key, setting in known.items():
+    for key, setting in known_settings.items():
         try:
             if get_origin(setting.type) is list:
                 OmegaConf.select(merged, key)
@@ -487,13 +502,17 @@ def _wrong_list(merged: Any, known: Mapping[str, Setting]) -> str:
     return "a list"
 
 
-def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:
+def _check_ranges(config: Any, known_settings: Mapping[str, Setting]) -> None:
     problems = []
-    for key, found in known.items():
+    for key, setting in known_settings.items():
         value = value_of(config, key)
-        if not found.allows(value):
-            limit = found.range
-            if found.maximum is None and not found.choices and (not found.range or value > found.highest):
-                limit = f"at most {found.highest:,}{'' if found.range else ' in size'}"
+        if not setting.allows(value):
+            limit = setting.range
+            if (
+                setting.maximum is None
+                and not setting.choices
+                and (not setting.range or value > setting.highest)
+            ):
+                limit = f"at most {setting.highest:,}{'' if setting.range else ' in size'}"
             problems.append(ConfigError(f"{key} must be {limit}, not {shown(value)}."))
     raise_all(problems)

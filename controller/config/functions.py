@@ -102,12 +102,12 @@ def check_source(key: str, name: str) -> tuple[Path, SymbolTable]:
     path = source_file(name)
     place = name.partition(":")[0]
     if path is None or not path.is_file():
-        what = (
+        source = (
             f"file {place}"
             if place.endswith(".py")
             else f"module {place} in the working directory or installed"
         )
-        raise ConfigError(f"{key}={name!r}: there is no {what}.")
+        raise ConfigError(f"{key}={name!r}: there is no {source}.")
     try:
         return path, symtable(path.read_text(encoding="utf-8"), str(path), "exec")
     except (SyntaxError, ValueError) as error:
@@ -156,8 +156,10 @@ def requested_columns(
     if is_verl_form(names):
         return _verl_columns(signature, record, f"{key}={name!r}")
     offered = set(record)
-    taken = requested_names(key, name, signature, offered | RESPONSES | {RAW})
-    return tuple(each for each in taken if each not in RESPONSES and (each in offered or each in names))
+    columns = requested_names(key, name, signature, offered | RESPONSES | {RAW})
+    return tuple(
+        column for column in columns if column not in RESPONSES and (column in offered or column in names)
+    )
 
 
 def check_reward_parameters(signature: Signature, key: str, name: str) -> None:
@@ -184,11 +186,11 @@ def check_reward_parameters(signature: Signature, key: str, name: str) -> None:
         )
 
 
-def _verl_columns(signature: Signature, record: Mapping[str, Any], which: str) -> tuple[str, ...]:
+def _verl_columns(signature: Signature, record: Mapping[str, Any], setting: str) -> tuple[str, ...]:
     sources = sources_of(signature.names, record)
     if lacking := sorted(set(signature.required) - sources.keys() - {SOLUTION, "extra_info"}):
         raise ConfigError(
-            f"{which}: it takes verl's arguments, but the first record has nothing for "
+            f"{setting}: it takes verl's arguments, but the first record has nothing for "
             f"{', '.join(lacking)}. Add the columns ({TRUTH} counts as ground_truth), or write `def "
             "reward(response, ...)` with columns of the data."
         )

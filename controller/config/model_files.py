@@ -131,12 +131,10 @@ def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
 
 
 def _about_pickles(folder: Path) -> str:
-    found = _first(folder, PICKLES)
-    if found is None:
+    pickle_file = _first(folder, PICKLES)
+    if pickle_file is None:
         return ""
-    return (
-        f"; {found.name} is a pickle, which may run code and is never read: save the model with safetensors"
-    )
+    return f"; {pickle_file.name} is a pickle, which may run code and is never read: save the model with safetensors"
 
 
 def _folder(path: str, key: str) -> Path:
@@ -149,10 +147,10 @@ def _folder(path: str, key: str) -> Path:
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"{key}: folder {path} holds no model, it has no config.json.")
         return Path(path)
-    found = _cached(path) or _shipped(path)
-    if found is None:
+    folder = _cached(path) or _shipped(path)
+    if folder is None:
         raise _missing(path, key)
-    return found
+    return folder
 
 
 def _missing(path: str, key: str) -> ConfigError:
@@ -173,10 +171,10 @@ def _cached(path: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(path, "config.json")
+        file = try_to_load_from_cache(path, "config.json")
     except HFValidationError:  # not of the form owner/name: a path
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _looks_like_name(path: str) -> bool:
@@ -199,11 +197,11 @@ def special_tokens(folder: Path) -> dict[str, int]:
     """Return texts and ids of the tokenizer's special tokens. Empty if its files do not list them."""
     file = folder / "tokenizer.json"
     settings = folder / "tokenizer_config.json"
-    found = read_json(file, "model.path").get("added_tokens") if file.is_file() else None
-    if not found and settings.is_file():
+    tokens = read_json(file, "model.path").get("added_tokens") if file.is_file() else None
+    if not tokens and settings.is_file():
         by_id = read_json(settings, "model.path").get("added_tokens_decoder") or {}
-        found = [{"id": int(number), **token} for number, token in by_id.items()]
-    return {token["content"]: token["id"] for token in found or [] if token.get("special")}
+        tokens = [{"id": int(number), **token} for number, token in by_id.items()]
+    return {token["content"]: token["id"] for token in tokens or [] if token.get("special")}
 
 
 def is_job_copy(folder: Path) -> bool:

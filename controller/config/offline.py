@@ -275,8 +275,8 @@ class SftConfig(OfflineConfig):
     @property
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches. `policy.log_probs` is validation's."""
-        found = super().limits
-        return found if self.data.validation else {"policy.update": found["policy.update"]}
+        limits = super().limits
+        return limits if self.data.validation else {"policy.update": limits["policy.update"]}
 
 
 @dataclass
@@ -361,5 +361,5 @@ class RewardTrainingConfig(OfflineConfig):
     @property
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches. `policy.log_probs` is the pass that scores."""
-        found = super().limits
-        return found if self.has_forward_pass else {"policy.update": found["policy.update"]}
+        limits = super().limits
+        return limits if self.has_forward_pass else {"policy.update": limits["policy.update"]}

@@ -79,8 +79,8 @@ def name_of(function: RewardFunctionLike) -> str:
     if isinstance(function, str):
         return function
     function = _inner(function)
-    found = getattr(function, "__name__", type(function).__name__)
-    return GIVEN + (re.sub(r"\W", "", found) or "function")
+    name = getattr(function, "__name__", type(function).__name__)
+    return GIVEN + (re.sub(r"\W", "", name) or "function")
 
 
 def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:

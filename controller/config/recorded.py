@@ -32,8 +32,8 @@ def load_recorded(path: Path) -> TrainingConfig:
         # loading says what is wrong
         sections = set()
         data = set()
-    found = [schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)}]  # type: ignore[arg-type]
-    unknown = {schema: len(data - vars(schema().data).keys()) for schema in found}  # type: ignore[attr-defined]
+    schemas = [schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)}]  # type: ignore[arg-type]
+    unknown = {schema: len(data - vars(schema().data).keys()) for schema in schemas}  # type: ignore[attr-defined]
     return load_as(min(unknown, key=unknown.__getitem__, default=Config), path)
 
 
@@ -42,8 +42,11 @@ def check_trusted(run: Path, functions: Iterable[str], overrides: Sequence[str],
 
     fix: instruction for the message.
     """
-    given = [override.partition("=")[2] for override in overrides]
-    if found := [name for name in functions if name and not name.startswith(OURS) and name not in given]:
+    override_values = [override.partition("=")[2] for override in overrides]
+    if untrusted_names := [
+        name for name in functions if name and not name.startswith(OURS) and name not in override_values
+    ]:
         raise ConfigError(
-            f"{run / 'config.yaml'} names code that would run here: {', '.join(found)}. Read it, then {fix}."
+            f"{run / 'config.yaml'} names code that would run here: {', '.join(untrusted_names)}. Read it, "
+            f"then {fix}."
         )

@@ -119,8 +119,8 @@ class Config(TrainingConfig):
             return self.rollout.replicas or 1
         trained_on = self.training_workers if self.training_roles else 0
         judge = self.reward.judge
-        others = trained_on + (judge.replicas * judge.tensor_parallel if judge.has_engines else 0)
-        gpus = trained_on if self.rollout_placement == "colocated" else self.gpus - others
+        other_gpus = trained_on + (judge.replicas * judge.tensor_parallel if judge.has_engines else 0)
+        gpus = trained_on if self.rollout_placement == "colocated" else self.gpus - other_gpus
         return max(1, gpus // self.rollout.tensor_parallel)
 
     @property
@@ -155,8 +155,8 @@ class Config(TrainingConfig):
     @property
     def longest_sequence(self) -> int:
         """An agent's requests are as long as the engine accepts."""
-        whole = self.data.max_prompt_tokens + self.longest_response
-        return self.max_model_tokens if self.rollout.runs_agent else whole
+        limit = self.data.max_prompt_tokens + self.longest_response
+        return self.max_model_tokens if self.rollout.runs_agent else limit
 
     @property
     def longest_response(self) -> int:
@@ -177,8 +177,8 @@ class Config(TrainingConfig):
         judge = self.reward.judge
         if self.data.validation:
             responses.append(self.rollout.response_limit(self.validation.sampling))
-        asked = judge.max_tokens if judge.model == POLICY else 0
-        return max(self.data.max_prompt_tokens + max(responses), asked)
+        judge_tokens = judge.max_tokens if judge.model == POLICY else 0
+        return max(self.data.max_prompt_tokens + max(responses), judge_tokens)
 
     @property
     def old_log_probs(self) -> str:
@@ -309,11 +309,13 @@ class Config(TrainingConfig):
         judge = self.reward.judge
         if not judge.has_engines:
             return None
-        own = {name: getattr(judge, name) for name in ("replicas", "tensor_parallel", "sampling", "engine")}
+        options = {
+            name: getattr(judge, name) for name in ("replicas", "tensor_parallel", "sampling", "engine")
+        }
         shared = ("max_concurrent", "max_retries", "hang_timeout_s", "threads", "cpu_kv_cache_gib")
-        own |= {name: getattr(self.rollout, name) for name in shared}
+        options |= {name: getattr(self.rollout, name) for name in shared}
         placement = "apart" if self.uses_gpus else "shared_memory"
-        rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **own)
+        rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **options)
         return replace(self, model=self.judge_model, rollout=rollout, reward=RewardConfig())
 
     @property
@@ -356,11 +358,11 @@ def to_yaml(config: TrainingConfig) -> str:
 def changed_yaml(config: TrainingConfig) -> str:
     """Write the settings that differ from their defaults, as YAML that `load` reads back."""
     changed = OmegaConf.create()
-    for found in settings(type(config)()):
-        value = value_of(config, found.key)
-        default = value_of(config, found.default[2:-1]) if found.follows else found.default
+    for setting in settings(type(config)()):
+        value = value_of(config, setting.key)
+        default = value_of(config, setting.default[2:-1]) if setting.follows else setting.default
         if value != default:
-            OmegaConf.update(changed, found.key, value, force_add=True)
+            OmegaConf.update(changed, setting.key, value, force_add=True)
     return OmegaConf.to_yaml(changed)
 
 

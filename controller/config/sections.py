@@ -398,8 +398,8 @@ class AlgorithmConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether advantages are 0 in a group of equal rewards."""
-        others = ("reinforce_plus_plus", "gae", "remax", "gigpo", "none", "custom")
-        return self.advantage not in others and self.credit == "episode"
+        other_estimators = ("reinforce_plus_plus", "gae", "remax", "gigpo", "none", "custom")
+        return self.advantage not in other_estimators and self.credit == "episode"
 
     @property
     def reads_turns(self) -> bool:

@@ -61,7 +61,8 @@ def settings_markdown(argument: str = "") -> str:
     for setting in settings(config):
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     parts = [
-        _section(name, value_of(config, name), found, config.conditions) for name, found in sections.items()
+        _section(name, value_of(config, name), section_settings, config.conditions)
+        for name, section_settings in sections.items()
     ]
     head = HEAD.format(
         title=title,
@@ -73,18 +74,22 @@ def settings_markdown(argument: str = "") -> str:
     return "\n".join([head, *parts])
 
 
-def _section(name: str, section: Any, found: list[Setting], conditions: Conditions) -> str:
+def _section(name: str, section: Any, section_settings: list[Setting], conditions: Conditions) -> str:
     level = "##" if "." not in name else "###"
-    shared = [each for each in found[0].only_with if all(each in setting.only_with for setting in found)]
+    shared = [
+        condition
+        for condition in section_settings[0].only_with
+        if all(condition in setting.only_with for setting in section_settings)
+    ]
     doc = type(section).__doc__ or ""
     if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):  # Python's signature
         doc = ""
     introduction = f"{' '.join(doc.split())} {effect_words(conditions, shared)}".strip()
-    own = [
-        effect_words(conditions, (each for each in setting.only_with if each not in shared))
-        for setting in found
+    effects = [
+        effect_words(conditions, (condition for condition in setting.only_with if condition not in shared))
+        for setting in section_settings
     ]
-    rows = "\n".join(map(_row, found, own))
+    rows = "\n".join(map(_row, section_settings, effects))
     return "\n\n".join(filter(None, [f"{level} {name}", introduction, TABLE.format(rows=rows)]))
 
 
@@ -97,8 +102,8 @@ def _row(setting: Setting, effect: str) -> str:
         list[int]: "list of whole numbers",
     }
     kind = several.get(setting.type, setting.type.__name__)
-    told = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace("|", "\\|")
-    return f"| `{setting.key}` | {kind} | {_default(setting)} | {told} |"
+    description = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace("|", "\\|")
+    return f"| `{setting.key}` | {kind} | {_default(setting)} | {description} |"
 
 
 def _default(setting: Setting) -> str:

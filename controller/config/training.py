@@ -275,12 +275,12 @@ class TrainingConfig:
     @property
     def model_paths(self) -> dict[str, str]:
         """Paths of the run's models, by setting."""
-        found = {
+        paths = {
             path_setting(role, name): model.path
             for role in self.training_roles
             for name, model in self.models_of(role).items()
         }
-        return {"model.path": self.model.path, **found}
+        return {"model.path": self.model.path, **paths}
 
     def models_of(self, role: str) -> dict[str, ModelConfig]:
         """Return a training role's models by name: one without a name, or several."""
@@ -290,8 +290,8 @@ class TrainingConfig:
         """Return the model of a training role, such as `policy`."""
         if role == "policy":
             return self.model
-        found: ModelConfig = getattr(self, role if role.endswith("_model") else f"{role}_model")
-        return found
+        model: ModelConfig = getattr(self, role if role.endswith("_model") else f"{role}_model")
+        return model
 
     @property
     def device(self) -> str:
@@ -321,12 +321,12 @@ class TrainingConfig:
 
 def visible_gpus() -> int:
     """Count this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
-    found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    count = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
-        found
+        count
         if chosen is None
-        else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
+        else min(count, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
     )
 
 

@@ -20,12 +20,12 @@ SAMPLER_TAKES = ("records", "count", "state", "results", "rng")
 SAMPLER = 1  # separates this random stream from others with the same seed
 
 
-def isolated_order(found: UserFunction, timeout_s: float, records: list[Record], epoch: int) -> np.ndarray:
+def isolated_order(function: UserFunction, timeout_s: float, records: list[Record], epoch: int) -> np.ndarray:
     """Return record numbers by data.curriculum: int64 [prompts of the epoch].
 
     Raises ConfigError if it fails, DataError for other values.
     """
-    with closing(IsolatedFunction(f"data.curriculum for epoch {epoch}", found, timeout_s)) as order:
+    with closing(IsolatedFunction(f"data.curriculum for epoch {epoch}", function, timeout_s)) as order:
         return checked_numbers(order(records, epoch), len(records), f"data.curriculum for epoch {epoch}")
 
 
@@ -57,11 +57,11 @@ class SampledPrompts:
         self._seed = seed
         self.kept = nothing_chosen(0)
 
-    def load(self, kept: dict[str, Any] | None, position: int) -> None:
-        """Continue from `kept`, or begin at a place of the stream. Raises DataError for records that are
+    def load(self, state: dict[str, Any] | None, position: int) -> None:
+        """Continue from `state`, or begin at a place of the stream. Raises DataError for records that are
         gone.
         """
-        self.kept = kept or nothing_chosen(position)
+        self.kept = state or nothing_chosen(position)
         if self.kept["chosen"]:
             checked_numbers(self.kept["chosen"], len(self._dataset), "data.sampler: the checkpoint's prompts")
 
@@ -75,17 +75,17 @@ class SampledPrompts:
         return [self._at(place, place - self.kept["first"]) for place in range(start, start + count)]
 
     def _at(self, place: int, index: int) -> Prompt:
-        found = self._dataset
-        return found.at(place) if index < 0 else found.prompt(f"{place}", self.kept["chosen"][index])
+        dataset = self._dataset
+        return dataset.at(place) if index < 0 else dataset.prompt(f"{place}", self.kept["chosen"][index])
 
     def scored(self, rewards: Mapping[str, list[float]]) -> None:
         """Keep groups' rewards, by uid, for the next call."""
         first = self.kept["first"]
         chosen = self.kept["chosen"]
-        found = [
+        results = [
             [chosen[int(uid) - first], rewards[uid]] for uid in sorted(rewards, key=int) if int(uid) >= first
         ]
-        self.kept = self.kept | {"results": self.kept["results"] + found}
+        self.kept = self.kept | {"results": self.kept["results"] + results}
 
 
 def nothing_chosen(place: int) -> dict[str, Any]:
@@ -93,14 +93,14 @@ def nothing_chosen(place: int) -> dict[str, Any]:
 
 
 def choose(
-    sampler: IsolatedFunction, kept: dict[str, Any], count: int, seed: int, records: int
+    sampler: IsolatedFunction, state: dict[str, Any], count: int, seed: int, records: int
 ) -> dict[str, Any]:
-    """Return `kept` after the choice of `count` more records.
+    """Return `state` after the choice of `count` more records.
 
     Raises ConfigError if the sampler fails, DataError for another value.
     """
-    rng = np.random.default_rng((seed, SAMPLER, kept["first"] + len(kept["chosen"])))
-    value = sampler(count=count, state=kept["state"], results=kept["results"], rng=rng)
+    rng = np.random.default_rng((seed, SAMPLER, state["first"] + len(state["chosen"])))
+    value = sampler(count=count, state=state["state"], results=state["results"], rng=rng)
     if (
         not isinstance(value, list)
         or len(value) != 2
@@ -111,4 +111,4 @@ def choose(
             f"{sampler.key}: it returned {quoted(value)}. Return {count} record numbers, and a state."
         )
     numbers = checked_numbers(value[0], records, sampler.key).tolist()
-    return kept | {"chosen": kept["chosen"] + numbers, "state": value[1], "results": []}
+    return state | {"chosen": state["chosen"] + numbers, "state": value[1], "results": []}

@@ -70,29 +70,29 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
 
 def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
     """Describe the differences. A part that one side lacks, such as an older checkpoint, counts as equal."""
-    found = [
+    lines = [
         f"{key}={settings_now} was {settings_then!r}"
         for key, settings_then in then.get("settings", {}).items()
         if (settings_now := now["settings"].get(key, settings_then)) != settings_then
     ]
     if _differ(now, then, "tokenizer"):
-        found.append("the tokenizer or chat template is another")
+        lines.append("the tokenizer or chat template is another")
     if _differ(now, then, "sources"):
-        found.append(
+        lines.append(
             f"data.train or data.sources has {_sizes(now)} records of other content than the {_sizes(then)} "
             "then"
         )
     elif _differ(now, then, "weights"):
-        found.append(f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}")
+        lines.append(f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}")
     elif _differ(now, then, "prompts"):
-        found.append(
+        lines.append(
             f"data.max_prompt_tokens or data.overlong_prompts keeps {now['prompts']} prompts of each "
             f"source, and kept {then['prompts']}"
         )
     elif _differ(now, then, "records"):
-        kept = f"keeps {now['records']} records, and kept {then['records']}"
-        found.append(f"data.max_tokens or data.overlong_records {kept}")
-    return found
+        counts = f"keeps {now['records']} records, and kept {then['records']}"
+        lines.append(f"data.max_tokens or data.overlong_records {counts}")
+    return lines
 
 
 def _differ(now: DataIdentity, then: DataIdentity, part: str) -> bool:

@@ -45,7 +45,7 @@ class Prompt:
 
     @property
     def image_names(self) -> list[str]:
-        return [shown_image(each.image) for each in self.images]
+        return [shown_image(image.image) for image in self.images]
 
 
 class Prompts(Protocol):
@@ -77,8 +77,8 @@ class PromptRules:
     image_key: str = ""
     image_pixels: tuple[int, int] = (0, 2**20)
 
-    def options_of(self, record: Record, where: str) -> Options:
-        return {} if isinstance(record[self.prompt_key], str) else options_of(record, self.options, where)
+    def options_of(self, record: Record, place: str) -> Options:
+        return {} if isinstance(record[self.prompt_key], str) else options_of(record, self.options, place)
 
 
 class PromptDataset:
@@ -128,22 +128,22 @@ class PromptDataset:
             )
 
     def _add(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> None:
-        where = f"{self.name} record {index}"
+        place = f"{self.name} record {index}"
         source = str(record.get(rules.source_key, self.name))
         ids = self._tokenized(record, renderer, rules, index)
         if ids is None:
             return
         images = [
-            each.image()
-            for each in image_sources(record, rules.image_key, rules.image_pixels, self.name, where)
+            image_source.image()
+            for image_source in image_sources(record, rules.image_key, rules.image_pixels, self.name, place)
         ]
-        ids, placed = renderer.expand(ids, images, where)
+        ids, placed = renderer.expand(ids, images, place)
         if images:
             record = record | {rules.image_key: list(map(shown_image, images))}
         if len(ids) > rules.max_prompt_tokens and rules.overlong_prompts == "truncate":
             if images:
                 raise DataError(
-                    f"{where} has images, and {len(ids)} prompt tokens, which "
+                    f"{place} has images, and {len(ids)} prompt tokens, which "
                     "data.overlong_prompts=truncate would cut. Set drop."
                 )
             self.truncated += 1
@@ -151,7 +151,7 @@ class PromptDataset:
         if len(ids) > rules.max_prompt_tokens:
             self._leave_out(f"{len(ids)} prompt tokens", rules, index)
             return
-        taught = self._taught(record, renderer, where) if rules.context_key else ids[:0]
+        taught = self._taught(record, renderer, place) if rules.context_key else ids[:0]
         self._prompts.append((ids, record, source, taught, placed))
 
     def _tokenized(
@@ -163,17 +163,17 @@ class PromptDataset:
                 f"{characters(prompt):,} characters", rules, index
             )  # tokenizing 60 MB would take minutes
             return None
-        where = f"{self.name} record {index}"
-        messages = with_system_prompt(prompt, rules.system_prompt, where)
-        return renderer.prompt_ids(messages, where, rules.options_of(record, where))
+        place = f"{self.name} record {index}"
+        messages = with_system_prompt(prompt, rules.system_prompt, place)
+        return renderer.prompt_ids(messages, place, rules.options_of(record, place))
 
-    def _taught(self, record: Record, renderer: Renderer, where: str) -> np.ndarray:
+    def _taught(self, record: Record, renderer: Renderer, place: str) -> np.ndarray:
         if record.get(self._rules.image_key):
             raise DataError(
-                f"{where} has images, which teacher.context_key does not support. Remove one of them."
+                f"{place} has images, which teacher.context_key does not support. Remove one of them."
             )
-        options = self._rules.options_of(record, where)
-        return renderer.prompt_ids(with_context(record, self._rules, where), where, options)
+        options = self._rules.options_of(record, place)
+        return renderer.prompt_ids(with_context(record, self._rules, place), place, options)
 
     def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
         if rules.overlong_prompts == "error":
@@ -202,7 +202,7 @@ class PromptDataset:
 
     @property
     def most_image_tokens(self) -> int:
-        return max(sum(each.tokens for each in images) for *_, images in self._prompts)
+        return max(sum(image.tokens for image in images) for *_, images in self._prompts)
 
     def take(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
@@ -270,12 +270,12 @@ class PromptMixture:
 
 
 def image_sources(
-    record: Record, key: str, pixels: tuple[int, int], path: str, where: str
+    record: Record, key: str, pixels: tuple[int, int], path: str, place: str
 ) -> list[ImageSource]:
     """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths
     start.
     """
-    return [ImageSource(value, where, str(data_folder(path)), pixels) for value in record.get(key) or ()]
+    return [ImageSource(value, place, str(data_folder(path)), pixels) for value in record.get(key) or ()]
 
 
 def shown_image(image: Image) -> str:
@@ -307,39 +307,45 @@ def characters(prompt: Any) -> int:
     return sum(map(len, texts))
 
 
-def with_context(record: Record, rules: PromptRules, where: str) -> Any:
+def with_context(record: Record, rules: PromptRules, record_place: str) -> Any:
     """Return a record's prompt with its context for the teacher, in a text or the last user message.
 
-    Raises DataError, naming the record `where`, without a context or a user message.
+    Raises DataError, naming the record `record_place`, without a context or a user message.
     """
-    prompt = with_system_prompt(record[rules.prompt_key], rules.system_prompt, where)
+    prompt = with_system_prompt(record[rules.prompt_key], rules.system_prompt, record_place)
     if (context := record.get(rules.context_key)) is None:
-        raise DataError(f"{where} lacks {rules.context_key!r}, which teacher.context_key names. Add it.")
+        raise DataError(
+            f"{record_place} lacks {rules.context_key!r}, which teacher.context_key names. Add it."
+        )
 
     def filled(text: str) -> str:
-        found = {"{prompt}": text, "{context}": str(context)}
-        return re.sub(r"\{(?:prompt|context)\}", lambda place: found[place[0]], rules.context_template)
+        substitutions = {"{prompt}": text, "{context}": str(context)}
+        return re.sub(
+            r"\{(?:prompt|context)\}", lambda place: substitutions[place[0]], rules.context_template
+        )
 
     if isinstance(prompt, str):
         return filled(prompt)
     asks = [number for number, message in enumerate(prompt) if message["role"] == "user"]
     if not asks:
-        raise DataError(f"{where} has no user message for the context of teacher.context_key. Add one.")
+        raise DataError(
+            f"{record_place} has no user message for the context of teacher.context_key. Add one."
+        )
     content = prompt[asks[-1]]["content"]
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     return [m | {"content": filled(text)} if number == asks[-1] else m for number, m in enumerate(prompt)]
 
 
-def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
+def with_system_prompt(prompt: Any, system_prompt: str, place: str) -> Any:
     """Put a system message before chat messages that have none, unless `system_prompt` is empty.
 
-    Raises DataError, naming the record `where`, for a text.
+    Raises DataError, naming the record `place`, for a text.
     """
     if not system_prompt:
         return prompt
     if isinstance(prompt, str):
         raise DataError(
-            f"{where} is a text, but data.system_prompt goes before chat messages. Make it a list of them."
+            f"{place} is a text, but data.system_prompt goes before chat messages. Make it a list of them."
         )
     if prompt[0]["role"] in ("system", "developer"):
         return prompt

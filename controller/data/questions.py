@@ -41,7 +41,7 @@ def quoted(tag: str, text: str, special: Iterable[str] = ()) -> str:
     """
     tokens = map(re.escape, sorted(filter(None, special), key=len, reverse=True))
     pattern = re.compile("|".join([TAG, *tokens]), re.IGNORECASE)
-    text = pattern.sub(lambda found: f"{found[0][0]}\\{found[0][1:]}", text)
+    text = pattern.sub(lambda match: f"{match[0][0]}\\{match[0][1:]}", text)
     while pattern.search(text):  # single characters, and tokens that overlapped
         text = pattern.sub("", text)
     return f"<{tag}>\n{text}\n</{tag}>"
@@ -75,12 +75,12 @@ class Questions:
         record.
         """
         names = ("response",) if len(responses) == 1 else ("response_a", "response_b")
-        told = {"prompt": shown_prompt(record[self._prompt_key]), **dict(zip(names, responses, strict=True))}
-        quotes = {name: quoted(name, text, self._special) for name, text in told.items()}
-        known = {**record, **self._grades, **quotes}
+        texts = {"prompt": shown_prompt(record[self._prompt_key]), **dict(zip(names, responses, strict=True))}
+        quotes = {name: quoted(name, text, self._special) for name, text in texts.items()}
+        variables = {**record, **self._grades, **quotes}
         try:
-            return self._template.render(known)
+            return self._template.render(variables)
         except Exception as error:  # templates may raise anything
             raise ConfigError(
-                f"reward.judge.prompt: {named(error)}. It may read {', '.join(known)}."
+                f"reward.judge.prompt: {named(error)}. It may read {', '.join(variables)}."
             ) from None

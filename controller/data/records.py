@@ -78,8 +78,8 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
             yield _checked(record, f"{path} record {number}", prompt_key, image_key)
         return
     if dataset := hub_dataset(path):
-        for where, record in hub_records(path, dataset):
-            yield _checked(_without_added(record), where, prompt_key, image_key)
+        for place, record in hub_records(path, dataset):
+            yield _checked(_without_added(record), place, prompt_key, image_key)
         return
     try:
         files = data_files(path)
@@ -88,31 +88,31 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
     for file in files:
         try:
             check_beginning(file)
-            for where, record in READERS[file.suffix](file):
-                yield _checked(record, where, prompt_key, image_key)
+            for place, record in READERS[file.suffix](file):
+                yield _checked(record, place, prompt_key, image_key)
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
 
 
-def _checked(record: Any, where: str, prompt_key: str, image_key: str) -> Record:
+def _checked(record: Any, place: str, prompt_key: str, image_key: str) -> Record:
     if not isinstance(record, dict) and not prompt_key:
-        raise DataError(f"{where} is not a record, which gives each column's value by its name.")
+        raise DataError(f"{place} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
-        raise DataError(f"{where} has no {prompt_key!r}. Set data.prompt_key to the prompt's column.")
+        raise DataError(f"{place} has no {prompt_key!r}. Set data.prompt_key to the prompt's column.")
     for name, value in record.items():
         try:
             json.dumps([name, value], ensure_ascii=False, default=lambda _: "").encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{where}: column {name!a} cannot be encoded as Unicode: {error.reason}."
+                f"{place}: column {name!a} cannot be encoded as Unicode: {error.reason}."
             ) from None
     if not prompt_key:
         return cast(Record, record)
-    prompt, images = with_images(cleaned(record[prompt_key], where), record.get(image_key), where)
-    check_not_blank(prompt, where)
+    prompt, images = with_images(cleaned(record[prompt_key], place), record.get(image_key), place)
+    check_not_blank(prompt, place)
     if images and not image_key:
         raise DataError(
-            f"{where} has images in its messages. Set data.image_key, where reward functions find them."
+            f"{place} has images in its messages. Set data.image_key, where reward functions find them."
         )
     return record | {prompt_key: prompt} | ({image_key: images} if images else {})
 
@@ -158,20 +158,20 @@ def _holds_a_record_a_line(file: Path) -> bool:
             return False
 
 
-def _parsed(text: bytes, where: str) -> Any:
+def _parsed(text: bytes, place: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:  # also of bytes that are not UTF-8
-        raise DataError(f"{where} is not JSON: {why_not_json(error)}.") from None
+        raise DataError(f"{place} is not JSON: {why_not_json(error)}.") from None
     except RecursionError:
-        raise _too_deep(where) from None
+        raise _too_deep(place) from None
     if text.count(b"[") + text.count(b"{") > DEEPEST and not _is_flat(value):
-        raise _too_deep(where)
+        raise _too_deep(place)
     return value
 
 
-def _too_deep(where: str) -> DataError:
-    return DataError(f"{where} is nested more than {DEEPEST} deep. Flatten it.")
+def _too_deep(place: str) -> DataError:
+    return DataError(f"{place} is nested more than {DEEPEST} deep. Flatten it.")
 
 
 def _is_flat(value: Any) -> bool:

@@ -90,17 +90,17 @@ def columns_of(
     A sample without a part of the reward has NaN.
     """
     uids = batch["uid"].tolist()
-    found = {"reward": batch["reward"]}
+    columns = {"reward": batch["reward"]}
     scored = [scores[key] for key in zip(uids, batch["sample"].tolist(), strict=True)]
     for name in names:
         if name == "group":
-            found[name] = np.unique(batch["uid"], return_inverse=True)[1]
+            columns[name] = np.unique(batch["uid"], return_inverse=True)[1]
         elif name in OF_BATCH:
-            found[name] = batch[name]
+            columns[name] = batch[name]
         elif name == "response":
-            found[name] = object_column([score.response for score in scored])
+            columns[name] = object_column([score.response for score in scored])
         elif uids and name in record(uids[0]):
-            found[name] = record_column([record(uid)[name] for uid in uids])
+            columns[name] = record_column([record(uid)[name] for uid in uids])
         else:
-            found[name] = np.array([score.parts.get(name, np.nan) for score in scored])
-    return found
+            columns[name] = np.array([score.parts.get(name, np.nan) for score in scored])
+    return columns

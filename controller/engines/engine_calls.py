@@ -182,13 +182,13 @@ class RolloutEngines:
         self._restarted = False
         return restarted
 
-    def update_weights(self, payload: ray.ObjectRef, version: int, *, whole: bool = True) -> None:
+    def update_weights(self, payload: ray.ObjectRef, version: int, *, whole_weights: bool = True) -> None:
         """Load packed weights as `version` into every engine, including engines that start later.
 
-        whole: or what changed since the last call. Raises RolloutError as `lose`, and if an engine refuses
-        them, because it would keep old weights.
+        whole_weights: or what changed since the last call. Raises RolloutError as `lose`, and if an engine
+        refuses them, because it would keep old weights.
         """
-        self._weights = [*([] if whole else self._weights), (version, payload)]
+        self._weights = [*([] if whole_weights else self._weights), (version, payload)]
         self._load_all(version)
 
     def update_adapters(self, adapters: Mapping[str, ray.ObjectRef], version: int) -> None:
@@ -197,29 +197,29 @@ class RolloutEngines:
 
         Versions that leave them (`replaced`) may not be sampled meanwhile. Raises as `update_weights`.
         """
-        kept = self._adapters = self._adapters or {}
+        by_policy = self._adapters = self._adapters or {}
         for name, files in adapters.items():
             gone = self.replaced(name)
-            stay = {old: ref for old, ref in kept.get(name, {}).items() if old not in gone}
-            kept[name] = stay | {version: files}
+            stay = {old: ref for old, ref in by_policy.get(name, {}).items() if old not in gone}
+            by_policy[name] = stay | {version: files}
         self._load_all(version)
 
     def replaced(self, policy: str) -> list[int]:
         """Return versions of a LoRA policy that leave the engines when it is published again."""
-        kept = list((self._adapters or {}).get(policy, {}))
-        return kept[: max(0, len(kept) + 1 - self._adapter_versions)]
+        versions = list((self._adapters or {}).get(policy, {}))
+        return versions[: max(0, len(versions) + 1 - self._adapter_versions)]
 
     def adapter(self, policy: str, version: int | None = None) -> int:
         """Return the version of a LoRA policy to sample, None for its newest. Raises ConfigError if engines
         lack it.
         """
-        kept = (self._adapters or {}).get(policy, {})
-        if not kept or version not in (None, *kept):
-            had = f"engines have the versions {sorted(kept)}" if kept else "engines have none"
+        versions = (self._adapters or {}).get(policy, {})
+        if not versions or version not in (None, *versions):
+            had = f"engines have the versions {sorted(versions)}" if versions else "engines have none"
             raise ConfigError(
                 f"adapter={policy!r}, version={version}: {had}. Ask for one of them, or publish it."
             )
-        return max(kept) if version is None else version
+        return max(versions) if version is None else version
 
     def _load_all(self, version: int) -> None:
         self.fleet.new_version(version)
@@ -299,7 +299,9 @@ class RolloutEngines:
             actor = self.actors[replica]
             if self._adapters is not None:
                 adapters = {
-                    number: files for kept in self._adapters.values() for number, files in kept.items()
+                    number: files
+                    for versions in self._adapters.values()
+                    for number, files in versions.items()
                 }
                 ref = actor.load_adapters.remote(adapters, version)
             elif self._deltas:

@@ -60,12 +60,12 @@ class PartialResponses:
 
 
 def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Partial]:
-    found: dict[int, Partial] = {}
+    partials: dict[int, Partial] = {}
     if refs:
         for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
             with suppress(RayError):  # the engine died or its node is gone, so its responses start again
-                found |= ray.get(ref)
-    return found
+                partials |= ray.get(ref)
+    return partials
 
 
 Sample = tuple[SampleResult, ray.ObjectRef]
@@ -158,16 +158,16 @@ class EnginePool(RolloutEngines):
 
     def on_lost(self, replica: int) -> None:
         """Queue the replica's unfinished requests again, with their responses so far."""
-        begun = self._partial.last(replica)
+        partials = self._partial.last(replica)
         for generation in self._generations:
             streams = generation.streams.items()
             generation.streams = {stream: owner for stream, owner in streams if owner != replica}
-            generation.router.replica_lost(replica, begun)
+            generation.router.replica_lost(replica, partials)
 
     def partial_responses(self) -> dict[int, Partial]:
         """Return unfinished responses and sessions by seed, from engines that answer in time."""
-        asked = [self.actors[replica].partial_responses.remote() for replica in self.fleet.serving]
-        return _read(asked, timeout_s=ANSWER_SECONDS)
+        refs = [self.actors[replica].partial_responses.remote() for replica in self.fleet.serving]
+        return _read(refs, timeout_s=ANSWER_SECONDS)
 
     @property
     def queued(self) -> int:
@@ -185,8 +185,8 @@ class EnginePool(RolloutEngines):
 
     def _count_idle(self) -> None:
         now = time.monotonic()
-        before = self._pumped
-        self._idle_s += (now - before) * (len(self.actors) - len(self._busy()))
+        last_pump = self._pumped
+        self._idle_s += (now - last_pump) * (len(self.actors) - len(self._busy()))
         self._pumped = now
 
     def _open_streams(self, generation: Generation) -> None:

@@ -140,9 +140,9 @@ class Fleet:
         return State.CURRENT if version == self.version else State.STALE
 
     def _move(self, replica: int, state: State, *allowed: State) -> None:
-        before = self._states[replica]
-        if before not in allowed:
-            names = " or ".join(each.name.lower() for each in allowed)
-            raise ValueError(f"engine {replica} is {before.name.lower()}, not {names}")
+        old_state = self._states[replica]
+        if old_state not in allowed:
+            names = " or ".join(allowed_state.name.lower() for allowed_state in allowed)
+            raise ValueError(f"engine {replica} is {old_state.name.lower()}, not {names}")
         self._states[replica] = state
         self._changed(replica, state)

@@ -96,7 +96,7 @@ class Router:
         replica that it has not failed on, as long as one serves.
         """
         assigned: dict[int, list[SampleRequest]] = {}
-        kept: deque[_Ticket] = deque()
+        leftovers: deque[_Ticket] = deque()
         heap = [(*self._replicas[i].load(), i) for i in serving if self.outstanding(i) < self.max_concurrent]
         heapify(heap)
         while self._waiting and heap:
@@ -112,10 +112,10 @@ class Router:
                 if self.outstanding(index) < self.max_concurrent:
                     heappush(heap, (*self._replicas[index].load(), index))
             else:
-                kept.append(ticket)
-            for each in passed:
-                heappush(heap, each)
-        self._waiting.extendleft(reversed(kept))
+                leftovers.append(ticket)
+            for entry in passed:
+                heappush(heap, entry)
+        self._waiting.extendleft(reversed(leftovers))
         return assigned
 
     def finished(self, replica: int, result: SampleResult) -> SampleRequest:
@@ -138,8 +138,8 @@ class Router:
         ticket.request = replace(request, failures=len(ticket.failed_on))
         later = (
             place
-            for place, other in enumerate(self._waiting)
-            if other.request.priority > ticket.request.priority
+            for place, other_ticket in enumerate(self._waiting)
+            if other_ticket.request.priority > ticket.request.priority
         )
         self._waiting.insert(next(later, len(self._waiting)), ticket)
         return request
@@ -149,14 +149,14 @@ class Router:
         self.dropped = []
         return dropped
 
-    def replica_lost(self, replica: int, begun: Mapping[int, Response | SessionRecord]) -> None:
+    def replica_lost(self, replica: int, responses: Mapping[int, Response | SessionRecord]) -> None:
         """Put the lost replica's requests at the head of the queue, without counting a retry.
 
-        begun: partial responses and sessions by seed, from which they are continued.
+        responses: partial responses and sessions by seed, from which they are continued.
         """
         lost, self._replicas[replica] = self._replicas[replica], _Replica()
         for ticket in lost.outstanding.values():
-            if (response := begun.get(ticket.request.seed)) is not None:
+            if (response := responses.get(ticket.request.seed)) is not None:
                 ticket.request = replace(ticket.request, begun=response)
         self._waiting.extendleft(reversed(list(lost.outstanding.values())))
 

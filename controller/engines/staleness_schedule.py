@@ -110,11 +110,11 @@ class StalenessSchedule:
             ready = [group for group in ready if group < running[0] + self.settings.window_groups]
         if len(ready) < size:
             return []
-        taken = ready[:size]
-        self._states |= dict.fromkeys(taken, GroupState.TRAINING)
-        self._taken_steps.append(taken)
+        groups = ready[:size]
+        self._states |= dict.fromkeys(groups, GroupState.TRAINING)
+        self._taken_steps.append(groups)
         self._to_take -= size
-        return taken
+        return groups
 
     def weights_updated(self) -> None:
         """Free the groups of the oldest taken step: every engine has its weights."""
@@ -123,7 +123,7 @@ class StalenessSchedule:
                 del self._states[group]
 
     def _expect(self, group: int, state: GroupState) -> None:
-        found = self.state(group)
-        if found is not state:
-            now = found.name.lower() if found else "not active"
+        current_state = self.state(group)
+        if current_state is not state:
+            now = current_state.name.lower() if current_state else "not active"
             raise ValueError(f"group {group} is {now}, not {state.name.lower()}")

@@ -132,10 +132,10 @@ class Inputs(Tried):
         )
 
 
-def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
+def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN) -> Tried:
     """Read all data, and try users' code and the chat template in separate processes.
 
-    given: functions passed to the call. Raises ConfigError or DataError.
+    call_functions: passed to the call. Raises ConfigError or DataError.
     """
     data = config.data
     train, held_out = _read_data(config, log)
@@ -151,7 +151,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     template = None
     environment, answered, agent = b"", None, b""
     with problems.collecting():
-        functions, score = reward_functions(config, first, log, given)
+        functions, score = reward_functions(config, first, log, call_functions)
     with problems.collecting():
         parser = find_parser(config, train | held_out, log)
     with problems.collecting():
@@ -174,7 +174,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         if config.algorithm.loss.name == "custom":
             try_loss(config, next(iter(train.values())), log)
     with problems.collecting():
-        step = find_step(config, log, given) if config.run.step else b""
+        step = find_step(config, log, call_functions) if config.run.step else b""
     problems.raise_all()
     cost_model = counted_costs(config)
     environment = environment or agent or tools.packed
@@ -249,32 +249,43 @@ def _try_chats(config: Config, data: Records, log: Log) -> tuple[Tools, Examined
     return tools, try_template(config, chats, _run_options(config, tools.schemas), log)
 
 
-def tried_lines(config: Config, tried: Tried) -> list[str]:
-    code = [*config.reward.weights, *([config.rollout.environment] if tried.answered else [])]
-    agent = config.rollout.agent or ("" if tried.answered else config.rollout.environment)
+def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
+    code = [*config.reward.weights, *([config.rollout.environment] if tried_inputs.answered else [])]
+    agent = config.rollout.agent or ("" if tried_inputs.answered else config.rollout.environment)
     return [
-        *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
-        *_epoch_lines(config, tried.train),
-        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
-        *([_score_line(tried.score)] if tried.score else []),
-        *(_episode_lines(tried.answered) if tried.answered else []),
         *(
-            quoted("the judge reads:", question(config, next(iter(tried.train.values()))[0]))
-            if tried.parser
+            f"{path}: {counted(len(rows), 'record')}"
+            for path, rows in (tried_inputs.train | tried_inputs.held_out).items()
+        ),
+        *_epoch_lines(config, tried_inputs.train),
+        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
+        *([_score_line(tried_inputs.score)] if tried_inputs.score else []),
+        *(_episode_lines(tried_inputs.answered) if tried_inputs.answered else []),
+        *(
+            quoted("the judge reads:", question(config, next(iter(tried_inputs.train.values()))[0]))
+            if tried_inputs.parser
             else []
         ),
-        *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
-        *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
+        *(
+            [f"{config.rollout.tools}: tools {', '.join(map(_name, tried_inputs.tools))}"]
+            if tried_inputs.tools
+            else []
+        ),
+        *(
+            short_lines(tried_inputs.template, turns_follow=config.rollout.plays_episodes)
+            if tried_inputs.template
+            else []
+        ),
         *([f"{agent}: {_agent_line(config)}"] if agent else []),
         *(
             [f"{config.rollout.agent_command}: started for each sample"]
             if config.rollout.agent_command
             else []
         ),
-        *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
-        *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried.functions),
-        *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried.sampled else []),
-        *(f"warning: {line}" for line in tried.answer_warnings),
+        *([f"{config.run.step}: imported, makes each step"] if tried_inputs.step else []),
+        *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried_inputs.functions),
+        *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried_inputs.sampled else []),
+        *(f"warning: {line}" for line in tried_inputs.answer_warnings),
     ]
 
 
@@ -305,8 +316,8 @@ def _episode_lines(answered: Answered) -> list[str]:
 
 
 def quoted(title: str, text: str) -> list[str]:
-    shown = shortened(redacted(text), LONGEST_SHOWN)
-    return [title, *(f"    {line}" for line in shown.split("\n"))] if text else []
+    excerpt = shortened(redacted(text), LONGEST_SHOWN)
+    return [title, *(f"    {line}" for line in excerpt.split("\n"))] if text else []
 
 
 def _score_line(score: Score) -> str:
@@ -317,9 +328,9 @@ def _score_line(score: Score) -> str:
 
 def prompt_lines(inputs: Inputs) -> list[str]:
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
-    shown = quoted("the first prompt, as engines read it:", inputs.first_prompt)
+    quote = quoted("the first prompt, as engines read it:", inputs.first_prompt)
     return [
-        *shown,
+        *quote,
         *(_tokens_line(dataset) for dataset in datasets),
         *(f"warning: {line}" for line in inputs.warnings),
     ]
@@ -328,7 +339,8 @@ def prompt_lines(inputs: Inputs) -> list[str]:
 def _tokens_line(dataset: PromptDataset) -> str:
     tokens = dataset.lengths
     changed = [
-        f"{count} {what}" for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))
+        f"{count} {change}"
+        for count, change in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))
     ]
     return (
         f"{dataset.name}: {counted(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
@@ -336,34 +348,36 @@ def _tokens_line(dataset: PromptDataset) -> str:
     )
 
 
-def read_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
-    return tokenized(config, try_inputs(config, log, given), log)
+def read_inputs(config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN) -> Inputs:
+    return tokenized(config, try_inputs(config, log, call_functions), log)
 
 
-def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
+def tokenized(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
-    renderer, rules = prompt_renderer(config, tried.tools, log)
-    chats = isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list)
+    renderer, rules = prompt_renderer(config, tried_inputs.tools, log)
+    chats = isinstance(next(iter(tried_inputs.train.values()))[0][data.prompt_key], list)
     if config.rollout.history == "template" and not chats:
         raise ConfigError(
-            f"rollout.history=template: the prompts of {next(iter(tried.train))} are texts, which no chat "
-            "template renders. Remove it, or write them as chat messages."
+            f"rollout.history=template: the prompts of {next(iter(tried_inputs.train))} are texts, which no "
+            "chat template renders. Remove it, or write them as chat messages."
         )
     if config.rollout.plays_episodes and chats and not config.rollout.runs_agent:
         from workers.episodes.conversation import check_template
 
-        options = _run_options(config, tried.tools)
+        options = _run_options(config, tried_inputs.tools)
         if config.rollout.tools:
             answer = [{"role": "tool", "content": "three"}]
             check_template(renderer, config.model.path, options, key="rollout.tools", answer=answer)
         else:
             check_template(renderer, config.model.path, options, key="rollout.environment")
-    blind = _blind_images(config, tried.train | tried.held_out)
+    blind = _blind_images(config, tried_inputs.train | tried_inputs.held_out)
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
-        dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
-        for path, rows in tried.train.items()
+        dataset(
+            rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried_inputs.curriculum
+        )
+        for path, rows in tried_inputs.train.items()
     ]
     if config.uses_teacher and config.teacher.context_key:
         longest = max(source.longest_taught for source in sources) + config.longest_response
@@ -378,31 +392,36 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
                     f"{key}={model.path}: it takes {most} tokens, but a sample has {parts}. Shorten them."
                 )
     if cap := config.policy.max_patches_per_micro_batch:
-        patches = max(source.most_image_tokens for source in sources) * tried.cost_model.patches
+        patches = max(source.most_image_tokens for source in sources) * tried_inputs.cost_model.patches
         if patches > cap:
             raise ConfigError(
                 f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} "
                 "patches. Raise it, or lower data.image_pixels.max."
             )
-    unread = [] if _reads_records(config) else _unread_columns(config, tried, blind, chats=chats)
+    unread = [] if _reads_records(config) else _unread_columns(config, tried_inputs, blind, chats=chats)
     untaught = replace(rules, context_key="")
     validation = [
-        dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()
+        dataset(rows, rules=untaught, shuffle=False, name=path)
+        for path, rows in tried_inputs.held_out.items()
     ]
-    identity = tried.identity | {"prompts": [len(source) for source in sources]}
+    identity = tried_inputs.identity | {"prompts": [len(source) for source in sources]}
     check_same_data(config, identity)
     return Inputs(
-        **vars(tried) | {"identity": identity},
+        **vars(tried_inputs) | {"identity": identity},
         sources=sources,
         validation=validation[0] if validation else None,
         weights=data.weights,
         first_prompt=_as_read(renderer.tokenizer, next(iter(sources[0]))),
         warnings=(
-            *_template_warnings(config, tried),
+            *_template_warnings(config, tried_inputs),
             *blind,
             *unread,
             *renderer.unread.values(),
-            *(line for each in (*sources, *validation) for line in left_out(each.name, each.unreadable)),
+            *(
+                line
+                for source in (*sources, *validation)
+                for line in left_out(source.name, source.unreadable)
+            ),
         ),
     )
 
@@ -421,14 +440,14 @@ def _reads_records(config: Config) -> bool:
     )
 
 
-def _unread_columns(config: Config, tried: Tried, blind: Sequence[str], *, chats: bool) -> list[str]:
+def _unread_columns(config: Config, tried_inputs: Tried, blind: Sequence[str], *, chats: bool) -> list[str]:
     """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns
     too.
     """
-    data = tried.train | tried.held_out
+    data = tried_inputs.train | tried_inputs.held_out
     names = {name for rows in data.values() for row in rows[:COMPARED] for name in row}
-    of_functions = {name for function in tried.reward_functions for name in function.columns}
-    of_functions |= {name for function in tried.functions.values() for name in function.names}
+    of_functions = {name for function in tried_inputs.reward_functions for name in function.columns}
+    of_functions |= {name for function in tried_inputs.functions.values() for name in function.names}
     of_images = {
         name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind
     }
@@ -457,7 +476,7 @@ def prompt_renderer(config: Config, tools: Sequence[Any], log: Log = print) -> t
 
 def inputs_without_data(config: Config) -> Inputs:
     """Return the inputs of a loop that brings its own prompts."""
-    nothing: dict[str, Any] = dict.fromkeys((each.name for each in fields(Inputs)), None)
+    nothing: dict[str, Any] = dict.fromkeys((field.name for field in fields(Inputs)), None)
     empty: dict[str, Any] = {
         "train": {},
         "held_out": {},
@@ -481,17 +500,17 @@ def _as_read(tokenizer: Any, prompt: Prompt) -> str:
     """Decode a prompt, with an image's size in the place of its tokens."""
     texts = []
     start = 0
-    for each in prompt.images:
+    for image in prompt.images:
         texts += [
-            tokenizer.decode(prompt.ids[start : each.first]),
-            f"[{shown_image(each.image)}: {each.tokens} tokens]",
+            tokenizer.decode(prompt.ids[start : image.first]),
+            f"[{shown_image(image.image)}: {image.tokens} tokens]",
         ]
-        start = each.first + each.tokens
+        start = image.first + image.tokens
     return "".join([*texts, tokenizer.decode(prompt.ids[start:])])
 
 
 def reward_functions(
-    config: Config, example: Record, log: Log = print, given: GivenFunctions = NONE_GIVEN
+    config: Config, example: Record, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN
 ) -> tuple[list[RewardFunction], Score | None]:
     """Try the reward functions on `example`, the first record, with an empty response. Raises ConfigError."""
     functions = []
@@ -501,9 +520,9 @@ def reward_functions(
     problems = Problems()
     for name, weight in config.reward.weights.items():
         with problems.collecting():
-            found = given.get(name) or imported(config, log, key, name)
-            columns = requested_columns(found.signature, example, name, key=key)
-            functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
+            function = call_functions.get(name) or imported(config, log, key, name)
+            columns = requested_columns(function.signature, example, name, key=key)
+            functions.append(RewardFunction(name.rpartition(":")[2], weight, function.packed, columns))
     problems.raise_all()
     if functions:
         with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
@@ -539,12 +558,12 @@ def _agent(config: Config, log: Log) -> bytes:
     name = config.rollout.agent
     if not name or name == HTTP:
         return b""
-    found = imported(config, log, key, name)
-    if len(found.signature.required) > len(AGENT_TAKES) or len(found.signature.names) < len(AGENT_TAKES):
+    agent = imported(config, log, key, name)
+    if len(agent.signature.required) > len(AGENT_TAKES) or len(agent.signature.names) < len(AGENT_TAKES):
         raise ConfigError(
             f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so."
         )
-    return found.packed
+    return agent.packed
 
 
 def _agent_line(config: Config) -> str:
@@ -583,12 +602,13 @@ def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
 
 def _check_offered(config: Config, chats: Sequence[Chat], schemas: Sequence[dict[str, Any]]) -> None:
     """Raise ConfigError if one of the first records offers another tool."""
-    known = set(map(_name, schemas))
+    defined_names = set(map(_name, schemas))
     offered = {_name(tool) for _, options in chats for tool in options.get("tools", ())}
-    if more := sorted(offered - known):
+    if undefined_names := sorted(offered - defined_names):
         raise ConfigError(
-            f"rollout.tools={config.rollout.tools}: it defines {', '.join(sorted(known))}, but records offer "
-            f"{', '.join(more)} in their column tools. Define these, or leave them out."
+            f"rollout.tools={config.rollout.tools}: it defines {', '.join(sorted(defined_names))}, but "
+            f"records offer {', '.join(undefined_names)} in their column tools. Define these, or leave them "
+            "out."
         )
 
 
@@ -618,18 +638,18 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
 
 
 def _first_chats(config: Config, data: Mapping[str, list[Record]], tools: Sequence[Any]) -> list[Chat]:
-    found: list[Chat] = []
+    first_chats: list[Chat] = []
     key = config.data.prompt_key
     rules = _rules(config, tools)
     for path, rows in data.items():
         chats = [
             (f"{path} record {i}", row) for i, row in enumerate(rows, start=1) if isinstance(row[key], list)
         ]
-        found += [
-            (with_system_prompt(row[key], rules.system_prompt, where), rules.options_of(row, where))
-            for where, row in chats[:TRIED_PROMPTS]
+        first_chats += [
+            (with_system_prompt(row[key], rules.system_prompt, place), rules.options_of(row, place))
+            for place, row in chats[:TRIED_PROMPTS]
         ]
-    return found
+    return first_chats
 
 
 def try_template(
@@ -663,9 +683,9 @@ def try_template(
         )
     timeout_s = config.resources.user_code_timeout_s
     key = "model.chat_template" if config.model.chat_template else "model.path"
-    which = f"the chat template of {key}={value_of(config, key)}"
-    with waiting(log, which, config):
-        return examine(template, chats, options, which, timeout_s, model, answered=answered)
+    template_name = f"the chat template of {key}={value_of(config, key)}"
+    with waiting(log, template_name, config):
+        return examine(template, chats, options, template_name, timeout_s, model, answered=answered)
 
 
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
@@ -684,9 +704,13 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     return renderer
 
 
-def _template_warnings(config: Config, tried: Tried) -> tuple[str, ...]:
+def _template_warnings(config: Config, tried_inputs: Tried) -> tuple[str, ...]:
     stops = config.rollout.sampling.stop_token_ids
-    return tuple(tried.template.warnings(tools=bool(tried.tools), stops=stops)) if tried.template else ()
+    return (
+        tuple(tried_inputs.template.warnings(tools=bool(tried_inputs.tools), stops=stops))
+        if tried_inputs.template
+        else ()
+    )
 
 
 def _run_options(config: Config, tools: Sequence[Any]) -> Options:

@@ -29,11 +29,11 @@ def handlers_kept() -> Iterator[None]:
     """Restore the handlers of `SIGNALS` after the block, because Ray replaces them. Only for the
     main thread.
     """
-    found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
     try:
         yield
     finally:
-        for number, handler in found.items():
+        for number, handler in handlers.items():
             if handler is not None:  # None: Python did not set it
                 signal.signal(number, handler)
 

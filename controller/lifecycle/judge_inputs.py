@@ -43,9 +43,9 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
         return RewardFunction("parser", 1.0, packed, ())
     key = "reward.judge.parser"
     name = settings.function
-    found = imported(config, log, key, name)
+    parser = imported(config, log, key, name)
     return RewardFunction(
-        "parser", 1.0, found.packed, requested_columns(found.signature, first, name, key=key)
+        "parser", 1.0, parser.packed, requested_columns(parser.signature, first, name, key=key)
     )
 
 
@@ -59,11 +59,11 @@ def _try_chat_template(config: Config, text: str, log: Log) -> None:
             f"reward.judge.chat_template_arguments={options}: the judge has no chat template. Remove it."
         )
     if template is not None:
-        which = f"the chat template of {key}={model.path}"
+        template_name = f"the chat template of {key}={model.path}"
         timeout_s = config.resources.user_code_timeout_s
         chat = [([{"role": "user", "content": text}], options)]
-        with waiting(log, which, config):
-            render_isolated(template, chat, options, [], which, answered=False, timeout_s=timeout_s)
+        with waiting(log, template_name, config):
+            render_isolated(template, chat, options, [], template_name, answered=False, timeout_s=timeout_s)
 
 
 def question(config: Config, record: Record, response: str = "") -> str:

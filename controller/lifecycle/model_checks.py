@@ -53,12 +53,12 @@ class Role:
 def _roles(config: TrainingConfig) -> list[Role]:
     """Return the models of the training roles, each once."""
     heads = {"policy": config.head, "critic": "value", "reward_model": "value"}
-    found = [
+    roles = [
         Role(path_setting(role, name), model, heads.get(role, "lm"), role != "reward_model")
         for role in config.training_roles
         for name, model in config.models_of(role).items()
     ]
-    return list({(role.model.path, role.head): role for role in reversed(found)}.values())[::-1]
+    return list({(role.model.path, role.head): role for role in reversed(roles)}.values())[::-1]
 
 
 def check_models(config: TrainingConfig) -> None:
@@ -81,9 +81,9 @@ def check_models(config: TrainingConfig) -> None:
         if role.key.startswith("teacher."):
             _check_tokens(config, role)
             _check_top(config, _vocabulary(policy))
-        elif (found := _vocabulary(model)) != (expected := _vocabulary(policy)):
+        elif (tokens := _vocabulary(model)) != (expected := _vocabulary(policy)):
             raise ConfigError(
-                f"{role.key}={role.model.path}: it has {found} tokens and model.path={config.model.path} "
+                f"{role.key}={role.model.path}: it has {tokens} tokens and model.path={config.model.path} "
                 f"{expected}. Take a model that reads the policy's tokens."
             )
         _check_positions(config, role.key, role.model.path, model)
@@ -95,8 +95,8 @@ def _check_optimizers(config: TrainingConfig) -> None:
     for role in (role for role in LEARNING if role in config.training_roles):
         optimizer = value_of(config, f"{role}.optimizer")
         total = max(optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1)
-        own = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
-        for name in own[:1]:  # a trial is of both
+        names = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
+        for name in names[:1]:  # a trial is of both
             key = f"{role}.optimizer.{name}"
             timeout_s = config.resources.user_code_timeout_s
             check_optimizer(key, getattr(optimizer, name), optimizer, total, timeout_s=timeout_s)
@@ -134,8 +134,10 @@ def _check_tokens(config: TrainingConfig, role: Role) -> None:
     """Raise ConfigError unless the tokenizer of `role` gives every token of the policy's the same id."""
     from workers.model.model import load_tokenizer
 
-    policy, other = (load_tokenizer(path).get_vocab() for path in (config.model.path, role.model.path))
-    different = [token for token, number in policy.items() if other.get(token) != number]
+    policy, role_vocabulary = (
+        load_tokenizer(path).get_vocab() for path in (config.model.path, role.model.path)
+    )
+    different = [token for token, number in policy.items() if role_vocabulary.get(token) != number]
     if different:
         first = min(different, key=policy.__getitem__)
         raise ConfigError(

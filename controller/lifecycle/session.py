@@ -160,7 +160,7 @@ def session(
             to_yaml(config),
             trackers,
             timeline=config.tracking.timeline,
-            after=progress.step,
+            last_step=progress.step,
         ) as writer:
             yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
 
@@ -243,10 +243,10 @@ def resuming(config: Settings) -> Settings:
 def what_is_left(config: TrainingConfig) -> str:
     checkpoints = checkpoints_at(config.run_folder)
     models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
-    kept = f"saved are {', '.join(models)}" if models else "no model is saved"
+    models_text = f"saved are {', '.join(models)}" if models else "no model is saved"
     if not checkpoints:
-        return f"there is no checkpoint to resume from, and {kept}"
-    return f"run.resume=auto resumes from {checkpoints[0]}, and {kept}"
+        return f"there is no checkpoint to resume from, and {models_text}"
+    return f"run.resume=auto resumes from {checkpoints[0]}, and {models_text}"
 
 
 @contextmanager

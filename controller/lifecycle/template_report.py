@@ -42,7 +42,7 @@ class Examined:
 
         tools: whether prompts have some. stops: of the run, beside the model's.
         """
-        known, wanted = (
+        stop_ids, wanted = (
             {*self.stops, *stops},
             {turn for turn in TITLES if tools or turn in ("plain", "reasoning")},
         )
@@ -51,7 +51,7 @@ class Examined:
             f"{self.name} ends a turn with {end!r}, and engines do not stop there. Add its id, "
             f"{self.tokens[end]}, to eos_token_id of generation_config.json."
             for end in ends
-            if self.tokens.get(end) not in {None, *known}
+            if self.tokens.get(end) not in {None, *stop_ids}
         ]
 
 
@@ -67,18 +67,18 @@ def examine(
 ) -> Examined | None:
     """Examine a template as `render_isolated` does."""
     tokens = special_tokens(model.folder) if model else {}
-    found = render_isolated(
+    mapping = render_isolated(
         template, prompts, options, list(tokens), name, answered=answered, timeout_s=timeout_s
     )
-    if found is None:
+    if mapping is None:
         return None
-    findings = TemplateFindings.of_json(found)
+    findings = TemplateFindings.of_json(mapping)
     if model is None:
         return Examined(name, findings)
-    own = tokens.get(template.special_tokens.get("eos_token", ""))
+    eos_id = tokens.get(template.special_tokens.get("eos_token", ""))
     stops = [
-        *([] if own is None else [own]),
-        *(end for end in model.ends if isinstance(end, int) and end != own),
+        *([] if eos_id is None else [eos_id]),
+        *(end for end in model.ends if isinstance(end, int) and end != eos_id),
     ]
     file = model.folder / "generation_config.json"
     bos = tokens.get(template.special_tokens.get("bos_token", ""))
@@ -103,11 +103,11 @@ def table_lines(findings: TemplateFindings) -> list[str]:
     lines = [["followed by", *TITLES.values()]]
     for role in TURNS:
         of_role = {case.turn: case for case in findings.cases if case.role == role}
-        found = [of_role.get(turn) for turn in TITLES]
+        cases = [of_role.get(turn) for turn in TITLES]
         lines.append(
             [
                 ROLES[role],
-                *(f"{case.outcome} {letters.get(case.change, '')}" if case else "" for case in found),
+                *(f"{case.outcome} {letters.get(case.change, '')}" if case else "" for case in cases),
             ]
         )
     return ["".join(f"{cell:14}" for cell in line).rstrip() for line in lines]
@@ -118,35 +118,35 @@ def _letters(findings: TemplateFindings) -> dict[str, str]:
     return dict(zip(changes, "abcdefgh", strict=False))
 
 
-def short_lines(found: Examined, *, turns_follow: bool) -> list[str]:
+def short_lines(report: Examined, *, turns_follow: bool) -> list[str]:
     """Return the lines of a dry run. turns_follow: whether messages follow the policy's turns."""
-    ends = ", ".join(found.findings.ends) or "nothing"
-    reads = ", ".join(found.findings.arguments) or "no arguments, no tools"
-    table = [f"    {line}" for line in table_lines(found.findings)] if turns_follow else []
-    lines = [f"{found.name} reads {reads}. A turn ends with {ends}. More: `ballast template`", *table]
-    system = found.findings.system
-    if turns_follow and found.findings.system_matters:
+    ends = ", ".join(report.findings.ends) or "nothing"
+    reads = ", ".join(report.findings.arguments) or "no arguments, no tools"
+    table = [f"    {line}" for line in table_lines(report.findings)] if turns_follow else []
+    lines = [f"{report.name} reads {reads}. A turn ends with {ends}. More: `ballast template`", *table]
+    system = report.findings.system
+    if turns_follow and report.findings.system_matters:
         lines.append(f"    after a system message: {system.outcome}: {system.change}")
     return lines
 
 
-def page(found: Examined) -> list[str]:
+def page(report: Examined) -> list[str]:
     """Return the page of `ballast template`, at most 80 columns wide."""
-    findings = found.findings
+    findings = report.findings
     facts = {
         "reads": ", ".join(findings.arguments) or "no arguments, no tools",
         "a turn begins with": repr(findings.begin),
-        "a turn ends with": ", ".join(_end(found, end, turns) for end, turns in findings.ends.items())
+        "a turn ends with": ", ".join(_end(report, end, turns) for end, turns in findings.ends.items())
         or "nothing",
-        "bos_token": _bos(found),
+        "bos_token": _bos(report),
     }
     if findings.system_matters:
         facts["after a system message"] = f"{findings.system.outcome}: {findings.system.change}"
-    if found.stops:
-        facts["engines stop at"] = ", ".join(_token(found, stop) for stop in found.stops)
-    if found.sampling:
+    if report.stops:
+        facts["engines stop at"] = ", ".join(_token(report, stop) for stop in report.stops)
+    if report.sampling:
         facts["generation_config.json"] = ", ".join(
-            f"{key} {value:g}" for key, value in found.sampling.items()
+            f"{key} {value:g}" for key, value in report.sampling.items()
         ) + (" (the run's rollout.sampling decides)")
     lines = [f"{name}: {value}" for name, value in facts.items()]
     changes = [f"{letter}: {change}" for change, letter in _letters(findings).items()]
@@ -155,31 +155,31 @@ def page(found: Examined) -> list[str]:
         for line in (*lines, *changes)
     ]
     return [
-        found.name,
-        *(line for each in wrapped[: len(lines)] for line in each),
+        report.name,
+        *(line for paragraph in wrapped[: len(lines)] for line in paragraph),
         "",
         *table_lines(findings),
-        *(line for each in wrapped[len(lines) :] for line in each),
+        *(line for paragraph in wrapped[len(lines) :] for line in paragraph),
     ]
 
 
-def _end(found: Examined, end: str, turns: Sequence[str]) -> str:
-    kinds = "" if len(found.findings.ends) == 1 else f" ({', '.join(TITLES[turn] for turn in turns)})"
-    stops = not found.stops or found.tokens.get(end) in found.stops
+def _end(report: Examined, end: str, turns: Sequence[str]) -> str:
+    kinds = "" if len(report.findings.ends) == 1 else f" ({', '.join(TITLES[turn] for turn in turns)})"
+    stops = not report.stops or report.tokens.get(end) in report.stops
     return f"{end}{kinds}{'' if stops else ', where engines do not stop'}"
 
 
-def _token(found: Examined, number: int) -> str:
-    text = next((text for text, other in found.tokens.items() if other == number), "")
+def _token(report: Examined, number: int) -> str:
+    text = next((text for text, token_id in report.tokens.items() if token_id == number), "")
     return f"{text} ({number})" if text else f"{number}"
 
 
-def _bos(found: Examined) -> str:
+def _bos(report: Examined) -> str:
     written = (
-        ("not written by the template", "written once")[found.findings.bos]
-        if found.findings.bos < 2
+        ("not written by the template", "written once")[report.findings.bos]
+        if report.findings.bos < 2
         else "doubled"
     )
-    if found.findings.bos and found.adds_bos:
+    if report.findings.bos and report.adds_bos:
         return f"{written}. The tokenizer adds another, but not to messages that are rendered here"
     return written

@@ -36,8 +36,8 @@ Records = dict[str, list[Record]]
 
 
 @contextmanager
-def waiting(log: Log, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    with log_if_slow(log, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
+def waiting(log: Log, subject: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
+    with log_if_slow(log, f"waiting for {subject} (at most {setting}={value_of(config, setting):g} s)"):
         yield
 
 
@@ -46,25 +46,25 @@ def imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
         return find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
 
 
-def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
+def find_step(config: Config, log: Log = print, functions: GivenFunctions = NONE_GIVEN) -> bytes:
     """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
     key = "run.step"
     name = config.run.step
-    found = given.get(name) or imported(config, log, key, name)
-    if not found.signature.names or len(found.signature.required) > 1:
+    function = functions.get(name) or imported(config, log, key, name)
+    if not function.signature.names or len(function.signature.required) > 1:
         raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
-    return found.packed
+    return function.packed
 
 
 def find_functions(config: Config, log: Log = print, settings: Sequence[str] = tuple(FORMS)) -> Functions:
     """Return those functions of samples among `settings` that are set, not tried. Raises ConfigError."""
-    found = {}
+    functions = {}
     for key in settings:
         if name := value_of(config, key):
             function = imported(config, log, key, name)
             isolated = IsolatedFunction(f"{key}={name!r}", function, config.resources.user_code_timeout_s)
-            found[key] = SampleFunction(isolated, function.signature.names, FORMS[key])
-    return found
+            functions[key] = SampleFunction(isolated, function.signature.names, FORMS[key])
+    return functions
 
 
 def try_functions(config: Config, train: Records, parts: Mapping[str, float], log: Log = print) -> Functions:
@@ -73,26 +73,37 @@ def try_functions(config: Config, train: Records, parts: Mapping[str, float], lo
     parts: of the reward of an empty response.
     """
     first, last = (next(iter(train.values()))[place] for place in (0, -1))
-    own = {name: record_column([first[name]] * 2 + [last.get(name)] * 2) for name in first.keys() - RESERVED}
-    made = own | {name: np.full(4, value) for name, value in parts.items() if name not in own} | _made_up()
+    data_columns = {
+        name: record_column([first[name]] * 2 + [last.get(name)] * 2) for name in first.keys() - RESERVED
+    }
+    columns = (
+        data_columns
+        | {name: np.full(4, value) for name, value in parts.items() if name not in data_columns}
+        | _made_up()
+    )
     functions = dict[str, SampleFunction]()
-    for key, found in find_functions(config, log).items():
+    for key, sample_function in find_functions(config, log).items():
         name = value_of(config, key)
         rows = 2 if key == "algorithm.group_filter" else 4
-        made = made | {"advantage": np.array([1.0, -1.0] * 2)} if key == "batch.replay.by" else made
-        names = requested_names(key, name, found.function.signature, made)
+        columns = columns | {"advantage": np.array([1.0, -1.0] * 2)} if key == "batch.replay.by" else columns
+        names = requested_names(key, name, sample_function.function.signature, columns)
         for path, records in train.items():
-            check_columns(path, records, dict.fromkeys(own.keys() & set(names), f"{key}={name!r}"))
-        functions[key] = tried = replace(found, names=names)
-        with waiting(log, f"{key}, tried on made-up samples", config), closing(tried.function):
-            for rewards in (made["reward"], np.zeros(4)):
-                tried({each: column[:rows] for each, column in (made | {"reward": rewards}).items()})
+            check_columns(path, records, dict.fromkeys(data_columns.keys() & set(names), f"{key}={name!r}"))
+        functions[key] = function = replace(sample_function, names=names)
+        with waiting(log, f"{key}, tried on made-up samples", config), closing(function.function):
+            for rewards in (columns["reward"], np.zeros(4)):
+                function(
+                    {
+                        column_name: column[:rows]
+                        for column_name, column in (columns | {"reward": rewards}).items()
+                    }
+                )
     return functions
 
 
 def _made_up() -> dict[str, np.ndarray]:
     """Return columns of two groups of two samples."""
-    made = dict.fromkeys(OFFERED, np.arange(1, 5))
+    columns = dict.fromkeys(OFFERED, np.arange(1, 5))
     numbers = {
         "reward": [1.0, 0.0, 1.0, 0.0],
         "group": [0, 0, 1, 1],
@@ -100,8 +111,8 @@ def _made_up() -> dict[str, np.ndarray]:
         "truncated": [False] * 4,
     }
     return (
-        made
-        | {name: np.array(each) for name, each in numbers.items()}
+        columns
+        | {name: np.array(values) for name, values in numbers.items()}
         | {"response": object_column([""] * 4)}
     )
 
@@ -134,13 +145,13 @@ def try_sampler(config: Config, train: Records, log: Log) -> Callable[[PromptDat
     if not name:
         return None
     (rows,), count, seed = train.values(), config.batch.prompts_per_step, config.run.seed
-    found = imported(config, log, key, name)
-    requested_names(key, name, found.signature, SAMPLER_TAKES)
-    make = partial(IsolatedFunction, f"{key}={name!r}", found, config.resources.user_code_timeout_s)
+    function = imported(config, log, key, name)
+    requested_names(key, name, function.signature, SAMPLER_TAKES)
+    make = partial(IsolatedFunction, f"{key}={name!r}", function, config.resources.user_code_timeout_s)
     with waiting(log, f"{key}, tried on two steps", config), closing(make(records=rows)) as sampler:
-        kept = choose(sampler, nothing_chosen(0), count, seed, len(rows))
-        results = [[number, [0.0, 1.0]] for number in kept["chosen"]]
-        choose(sampler, kept | {"results": results}, count, seed, len(rows))
+        state = choose(sampler, nothing_chosen(0), count, seed, len(rows))
+        results = [[number, [0.0, 1.0]] for number in state["chosen"]]
+        choose(sampler, state | {"results": results}, count, seed, len(rows))
     return lambda dataset: SampledPrompts(dataset, make(records=dataset.records), seed)
 
 
@@ -168,12 +179,12 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
     }
     columns |= {"greedy_reward": np.array([0.0, 1.0])} if config.algorithm.advantage == "remax" else {}
     columns |= {"kept_advantages": np.array([np.nan, 1.0])} if config.batch.replay.share else {}
-    given = {
+    token_columns = {
         "rollout_log_probs": True,
         "old_log_probs": config.old_log_probs != "update",
         "old_entropies": config.algorithm.loss.old_entropies,
         "reference_log_probs": config.uses_reference,
         "teacher_log_probs": config.uses_teacher and config.algorithm.loss.distillation.over == "token",
     }
-    tokens = tuple(name for name, there in given.items() if there)
+    tokens = tuple(name for name, is_used in token_columns.items() if is_used)
     return config.policy_loss, columns, tokens, {"step": 1, "steps": config.run.steps, "epoch": 0}

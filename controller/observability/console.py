@@ -68,9 +68,9 @@ class Cell:
 
 def clock(seconds: float) -> str:
     """Write `m:ss`, or `h:mm:ss`."""
-    minutes, left = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _above(metric: str, limit: float) -> Callable[[Metrics], bool]:
@@ -116,19 +116,19 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
     ]
 
 
-def fitted(found: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> list[Cell]:
+def fitted(cells: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> list[Cell]:
     """Return the cells that fit `width` characters. length: characters of a cell."""
-    kept = list(found)
-    while len(kept) > 1 and sum(map(length, kept)) + len(GAP) * (len(kept) - 1) > width:
-        kept.remove(max(reversed(kept), key=lambda cell: cell.rank))
-    return kept
+    row_cells = list(cells)
+    while len(row_cells) > 1 and sum(map(length, row_cells)) + len(GAP) * (len(row_cells) - 1) > width:
+        row_cells.remove(max(reversed(row_cells), key=lambda cell: cell.rank))
+    return row_cells
 
 
-def labelled(found: Sequence[Cell], width: int | None = None) -> str:
+def labelled(cells: Sequence[Cell], width: int | None = None) -> str:
     """Write labels and values in a line, all of them without `width`."""
     form = "{0.label} {0.value}".format
-    shown = found if width is None else fitted(found, width, lambda cell: len(form(cell)))
-    return GAP.join(map(form, shown))
+    row_cells = cells if width is None else fitted(cells, width, lambda cell: len(form(cell)))
+    return GAP.join(map(form, row_cells))
 
 
 def _of(step: int, steps: int) -> str:
@@ -143,20 +143,22 @@ class StepTable:
         self.widths: dict[str, int] = {}  # characters by label
         self._header = ""
 
-    def lines(self, found: Sequence[Cell], width: int) -> list[str]:
+    def lines(self, cells: Sequence[Cell], width: int) -> list[str]:
         """Return a step's row, with a header if the columns have changed."""
-        for cell in found:
+        for cell in cells:
             self.widths[cell.label] = max(
                 self.widths.get(cell.label, NARROWEST), len(cell.label), len(cell.value)
             )
-        shown = fitted(found, width, lambda cell: self.widths[cell.label])
+        row_cells = fitted(cells, width, lambda cell: self.widths[cell.label])
         header, row = (
-            GAP.join(f"{text:>{self.widths[cell.label]}}" for cell, text in zip(shown, texts, strict=True))
-            for texts in ([cell.label for cell in shown], [cell.value for cell in shown])
+            GAP.join(
+                f"{text:>{self.widths[cell.label]}}" for cell, text in zip(row_cells, texts, strict=True)
+            )
+            for texts in ([cell.label for cell in row_cells], [cell.value for cell in row_cells])
         )
-        before = self._header
+        old_header = self._header
         self._header = header
-        return [row] if header == before else [header, row]
+        return [row] if header == old_header else [header, row]
 
 
 @dataclass
@@ -184,16 +186,19 @@ class LiveLine:
     def row(self, now: float) -> Text:
         """Draw the line at time `now`."""
         name, began = self.phases[-1] if self.phases else ("", now)
-        left = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
+        countdown = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
         parts = [
             (self.step, "bold"),
-            (clock(now - self.began) + left, ""),
+            (clock(now - self.began) + countdown, ""),
             (name, ""),
             (f"{now - began:.1f} s", ""),
         ]
-        for found in self.rounds[-1:]:
-            full = round(BAR * found.done / max(found.total, 1))
-            parts += [("━" * full + "─" * (BAR - full), "cyan"), (f"{found.done:,}/{found.total:,}", "")]
+        for sampling_round in self.rounds[-1:]:
+            full = round(BAR * sampling_round.done / max(sampling_round.total, 1))
+            parts += [
+                ("━" * full + "─" * (BAR - full), "cyan"),
+                (f"{sampling_round.done:,}/{sampling_round.total:,}", ""),
+            ]
         parts += [(sparkline(self.rewards), ""), (self.note, "dim")]
         spinner = SPINNER[int(now * REFRESHES_PER_SECOND) % len(SPINNER)]
         row = Text(f"{spinner} ", no_wrap=True, overflow="ellipsis")
@@ -202,7 +207,10 @@ class LiveLine:
     def line(self) -> str:
         """Write step and phase in a line, for a log. Other threads may end them meanwhile."""
         phase = "".join(name for name, _ in self.phases[-1:])
-        rounds = "".join(f", {found.done:,} of {found.total:,} samples" for found in self.rounds[-1:])
+        rounds = "".join(
+            f", {sampling_round.done:,} of {sampling_round.total:,} samples"
+            for sampling_round in self.rounds[-1:]
+        )
         return f"{f'step {self.step}: ' if self.step else ''}{phase}{rounds}"
 
 
@@ -242,14 +250,14 @@ class Console:
             self._status.note = text
             self._keep(text)
 
-    def _print(self, what: str | Table | Tree, *, soft_wrap: bool = True) -> None:
-        self._console.print(what, soft_wrap=soft_wrap, markup=False)
-        self._keep(what, soft_wrap=soft_wrap)
+    def _print(self, renderable: str | Table | Tree, *, soft_wrap: bool = True) -> None:
+        self._console.print(renderable, soft_wrap=soft_wrap, markup=False)
+        self._keep(renderable, soft_wrap=soft_wrap)
 
-    def _keep(self, what: str | Table | Tree, *, soft_wrap: bool = True) -> None:
+    def _keep(self, renderable: str | Table | Tree, *, soft_wrap: bool = True) -> None:
         if self.kept is not None:
             plain_console(self.kept, width=KEPT_WIDTH, color_system=None).print(
-                what, soft_wrap=soft_wrap, markup=False
+                renderable, soft_wrap=soft_wrap, markup=False
             )
 
     @contextmanager
@@ -273,9 +281,9 @@ class Console:
             yield
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, reason: str) -> Iterator[None]:
         """Show the reason for waiting: live on a terminal, else in lines if the block is slow."""
-        text = f"waiting for {what}"
+        text = f"waiting for {reason}"
         alive = self._console.is_interactive
         log = self._keep if alive else self.log
         with self.phase(text) if alive else nullcontext(), log_if_slow(log, text):
@@ -284,12 +292,12 @@ class Console:
     @contextmanager
     def samples(self, total: int) -> Iterator[Callable[[int], None]]:
         """Show a round of `total` samples. Yields a function to call with each number of finished ones."""
-        found = SamplingRound(total)
+        sampling_round = SamplingRound(total)
 
         def advance(finished: int) -> None:
-            found.done += finished
+            sampling_round.done += finished
 
-        with self._shown(self._status.rounds, found):
+        with self._shown(self._status.rounds, sampling_round):
             yield advance
 
     @contextmanager
@@ -335,17 +343,21 @@ class Console:
         status = self._status
         if self._first:
             first, began = self._first
-            left = (now - began) / max(step - first + 1, 1) * (steps - step)
-            status.ends = now + left if left >= 0 else None
+            remaining_s = (now - began) / max(step - first + 1, 1) * (steps - step)
+            status.ends = now + remaining_s if remaining_s >= 0 else None
         times = [
             Cell("step", _of(step, steps), 0),
             Cell("elapsed", clock(now - status.began), 5),
             *([Cell("left", clock(status.ends - now), 1)] if status.ends is not None else []),
         ]
         seen = self._table.widths
-        shown = times + cells(metrics, lambda label: self._verbose or label in seen)
+        row_cells = times + cells(metrics, lambda label: self._verbose or label in seen)
         width = self._console.width
-        lines = self._table.lines(shown, width) if self._console.is_interactive else [labelled(shown, width)]
+        lines = (
+            self._table.lines(row_cells, width)
+            if self._console.is_interactive
+            else [labelled(row_cells, width)]
+        )
         for line in lines:
             self._console.print(Text(line, "" if line is lines[-1] else "dim"), soft_wrap=True)
         self._keep(labelled(times + cells(metrics, lambda label: True)))

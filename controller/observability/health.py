@@ -85,7 +85,7 @@ class Health:
 
         A symptom is described again only after it was gone. A step without the metric does not count.
         """
-        found = {}
+        descriptions = {}
         for symptom in self._symptoms:
             name = symptom.metric
             if name not in metrics:
@@ -98,8 +98,8 @@ class Health:
             if self._in_a_row[name] == symptom.steps:
                 text = symptom.told.format(value=value, first=first)
                 steps = f"steps {step - symptom.steps + 1} to {step}" if symptom.steps > 1 else f"step {step}"
-                found[name] = f"{steps}: {text}"
-        return found
+                descriptions[name] = f"{steps}: {text}"
+        return descriptions
 
 
 def warnings(steps: Iterable[Mapping[str, Any]], *, samples: bool = True) -> list[str]:
@@ -111,6 +111,8 @@ def warnings(steps: Iterable[Mapping[str, Any]], *, samples: bool = True) -> lis
         for metric, sentence in health.see(step, metrics).items():
             seen.setdefault(metric, []).append((step, sentence))
     return [
-        first if not others else f"{first} (told {1 + len(others)} times, the last at step {others[-1][0]})"
-        for (_, first), *others in seen.values()
+        first
+        if not repeats
+        else f"{first} (told {1 + len(repeats)} times, the last at step {repeats[-1][0]})"
+        for (_, first), *repeats in seen.values()
     ]

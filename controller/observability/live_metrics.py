@@ -52,8 +52,8 @@ class LiveMetrics:
             self._export(f"phase/{self._phases[-1]}", float(entered))
 
     def engine_state(self, replica: int, state: Enum) -> None:
-        for known in type(state):
-            self._gauge(f"engine/state/{replica}/{known.name.lower()}", float(known is state))
+        for member in type(state):
+            self._gauge(f"engine/state/{replica}/{member.name.lower()}", float(member is state))
 
     def queues(self, waiting: int, in_flight: Sequence[int]) -> None:
         """Export the number of requests without an engine, and in each engine."""
@@ -80,8 +80,8 @@ class LiveMetrics:
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """Export a step's micro-steps by the rank's actor, with their planned costs."""
-        for actor, found in times.items():
-            for time in found:
+        for actor, actor_times in times.items():
+            for time in actor_times:
                 if time.tokens:
                     self._export(f"micro_step/{rank_of(actor)}/{time.name}_s", time.seconds)
         for (actor, name), (measured, predicted) in rank_seconds(times, cost_model).items():
@@ -103,8 +103,8 @@ def rank_seconds(
     """
     ranks: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     roles: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
-    for actor, found in times.items():
-        for time in found:
+    for actor, actor_times in times.items():
+        for time in actor_times:
             cost = np.dot(cost_model.coefficients, time.sums)
             for total in (ranks[actor, time.name], roles[actor.partition(" ")[0], time.name]):
                 total += (time.seconds, cost)

@@ -115,6 +115,6 @@ def spec_of(name: str) -> tuple[MetricSpec, dict[str, str]] | None:
     if name in METRICS:
         return METRICS[name], {}
     for spec in METRICS.values():
-        if spec.labels and (found := spec.pattern.fullmatch(name)):
-            return spec, found.groupdict()
+        if spec.labels and (match := spec.pattern.fullmatch(name)):
+            return spec, match.groupdict()
     return None

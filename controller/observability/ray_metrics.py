@@ -34,10 +34,10 @@ class RayMetrics:
         """Set, add or count a value, in microseconds. Ignores values that are not finite or not in
         metrics.yaml.
         """
-        if not math.isfinite(value) or (found := spec_of(name)) is None:
+        if not math.isfinite(value) or (entry := spec_of(name)) is None:
             return
-        spec = found[0]
-        labels = {"run": self._run} | found[1]
+        spec = entry[0]
+        labels = {"run": self._run} | entry[1]
         with self._lock:
             metric = self._metric(spec, tuple(labels))
             if isinstance(metric, Gauge):
@@ -78,6 +78,6 @@ class RayMetrics:
         return self._exported[name]
 
 
-def growth(before: float, now: float) -> float:
+def growth(previous: float, now: float) -> float:
     """Return the increase of a cumulative value, which a restart sets to 0."""
-    return now - before if now >= before else now
+    return now - previous if now >= previous else now

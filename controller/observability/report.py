@@ -183,9 +183,11 @@ def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]
             cards.append(
                 (label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else "")
             )
-    before, alone, planned = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN)
+    given_order, alone, planned = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN)
     if planned and config.planned_ranks > 1:
-        note = f"{fmean(before):.1%} as given" + (f", {fmean(alone):.2%} Karmarkar-Karp" if alone else "")
+        note = f"{fmean(given_order):.1%} as given" + (
+            f", {fmean(alone):.2%} Karmarkar-Karp" if alone else ""
+        )
         cards.append(("imbalance, mean", f"{fmean(planned):.2%}", note))
     return cards
 
@@ -216,10 +218,10 @@ def who_computes_when(run: RunFolder) -> list[Section]:
         if arguments.get("ranks", 1) == 1:
             return []
         changes: tuple[dict[str, Any], ...] = ({"algorithm": "none", "order": None}, {})
-        given, plan = (plan_batch(record["lengths"], **{**arguments, **each}) for each in changes)
+        given_plan, plan = (plan_batch(record["lengths"], **{**arguments, **each}) for each in changes)
     except BalancingError:
         return []  # the given order would exceed caps or counts
-    grids = {"in the given order": predicted_grids(given), "as planned": predicted_grids(plan)}
+    grids = {"in the given order": predicted_grids(given_plan), "as planned": predicted_grids(plan)}
     ideal = ideal_time(grids["as planned"])
     picture = svg_of(figure_of([chart_of_ranks(title, each, ideal) for title, each in grids.items()]))
     note = f"Update of step {record['step']}. {explain(plan)}"
@@ -300,7 +302,7 @@ def _curves(
             }
             style |= {} if len(curve.steps) <= MOST_BARS else {"linewidth": 1.0}
             axes.plot(curve.steps, curve.values, color=colour, label=label, **style)
-        if (found := spec_of(metric)) and found[0].unit == "share":
+        if (spec := spec_of(metric)) and spec[0].unit == "share":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         if from_zero:
             axes.set_ylim(bottom=0)
@@ -347,23 +349,27 @@ def _lengths(run: RunFolder) -> list[Panel]:
 
 def _stacked_phases(axes: Axes, run: RunFolder) -> None:
     """Stack the seconds of the phases, and leave the rest of a step white."""
-    whole = run.curve("time/step_s")
+    step_curve = run.curve("time/step_s")
     curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
     by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
     names = list(curves)
-    seconds = [[found.get(step, 0.0) for step in whole.steps] for found in by_step.values()]
+    seconds = [
+        [phase_seconds.get(step, 0.0) for step in step_curve.steps] for phase_seconds in by_step.values()
+    ]
     labels = [name.replace("_", "-") for name in names]
     colours = [PHASES[name] for name in names]
-    if len(whole.steps) > MOST_BARS:
-        axes.stackplot(whole.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)
+    if len(step_curve.steps) > MOST_BARS:
+        axes.stackplot(step_curve.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)
     else:
-        bottoms = np.cumsum([[0.0] * len(whole.steps), *seconds], axis=0)
+        bottoms = np.cumsum([[0.0] * len(step_curve.steps), *seconds], axis=0)
         for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
-            axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
+            axes.bar(
+                step_curve.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75
+            )
     axes.set_ylabel("seconds")
     # The first step compiles, and would flatten the others.
-    if len(whole.values) > 2:
-        axes.set_ylim(0, 1.15 * max(whole.values[1:]))
+    if len(step_curve.values) > 2:
+        axes.set_ylim(0, 1.15 * max(step_curve.values[1:]))
     _steps_below(axes)
 
 
@@ -396,16 +402,18 @@ def _by_reward(run: RunFolder) -> Table:
     step = max(run.validated_steps, default=0)
     responses = run.validation(step)
     title = "Held-out responses"
-    of = f"Validation at step {step}"
+    origin = f"Validation at step {step}"
     if not responses:
         step = max((row["step"] for row in run.samples), default=0)
         responses = [row for row in run.samples if row["step"] == step and "reward" in row]
         title = "Samples by reward"
-        of = f"Recorded samples of step {step}"
+        origin = f"Recorded samples of step {step}"
     ordered = sorted(responses, key=_reward)
     half = SHOWN_SAMPLES // 2
     ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
-    note = f"{of}: {len(ends)} of {counted(len(responses), 'response')}, the lowest and the highest rewards."
+    note = (
+        f"{origin}: {len(ends)} of {counted(len(responses), 'response')}, the lowest and the highest rewards."
+    )
     expected = {"expected": CODE} if any(map(expected_answer, ends)) else {}
     return Table(title, note, RESPONSE | expected | {"reward": NUMBER}, _rows(ends, run.path))
 

@@ -45,13 +45,13 @@ def writing(path: Path) -> Iterator[None]:
 class JsonLines:
     """A file of JSON lines, each flushed. Raises OutputError."""
 
-    def __init__(self, path: Path, *, after: int = 0) -> None:
-        """after: step to resume from, which removes later and damaged lines, 0 for an empty file."""
+    def __init__(self, path: Path, *, last_step: int = 0) -> None:
+        """last_step: step to resume from, which removes later and damaged lines, 0 for an empty file."""
         self.path = path
         with writing(path):
-            found = json_records(path, has_step) if after and path.exists() else ()
+            records = json_records(path, has_step) if last_step and path.exists() else ()
             path.write_bytes(
-                b"".join(line.rstrip(b"\n") + b"\n" for line, row in found if row["step"] <= after)
+                b"".join(line.rstrip(b"\n") + b"\n" for line, row in records if row["step"] <= last_step)
             )
             self._file = path.open("a", encoding="utf-8")
 
@@ -86,10 +86,10 @@ def thumbnails(folder: Path, images: Iterable[PlacedImage]) -> str:
     folder.
     """
     names = []
-    for each in images:
-        names.append(f"images/{each.image.digest:016x}.png")
+    for placed_image in images:
+        names.append(f"images/{placed_image.image.digest:016x}.png")
         if not (path := folder / names[-1]).exists():
-            picture = each.image.data.open()
+            picture = placed_image.image.data.open()
             picture.thumbnail((THUMBNAIL, THUMBNAIL))
             with writing(path):
                 path.parent.mkdir(exist_ok=True)
@@ -120,22 +120,22 @@ class RunWriter:
         trackers: Sequence[Tracker],
         *,
         timeline: bool = True,
-        after: int = 0,
+        last_step: int = 0,
     ) -> None:
-        """after: step to resume from, which removes later records. The trackers are closed too."""
+        """last_step: step to resume from, which removes later records. The trackers are closed too."""
         self.folder = folder
         with writing(folder / "config.yaml"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(config_yaml)
             for step in recorded_steps(folder):
-                if step > after:
+                if step > last_step:
                     step_file(folder, step).unlink()
         self._trackers = trackers
-        self._metrics = JsonLines(folder / "metrics.jsonl", after=after)
-        self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
-        self._samples = JsonLines(folder / "samples.jsonl", after=after)
-        self._failures = JsonLines(folder / "failures.jsonl", after=after)
-        self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
+        self._metrics = JsonLines(folder / "metrics.jsonl", last_step=last_step)
+        self._lengths = JsonLines(folder / "lengths.jsonl", last_step=last_step)
+        self._samples = JsonLines(folder / "samples.jsonl", last_step=last_step)
+        self._failures = JsonLines(folder / "failures.jsonl", last_step=last_step)
+        self._timeline = JsonLines(folder / "timeline.jsonl", last_step=last_step) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step, of which 0 is the validation before training. NaN and infinity become

@@ -104,9 +104,9 @@ def run_log(folder: Path, console: "Console") -> Iterator[None]:
     """Record the block's output, and the exception that ends it, in folder/run.log."""
     log = cast(TextIO, RunLog(folder / LOG))
     log.write(f"=== {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {' '.join(sys.argv)}\n")
-    shown, errors = (cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr))
+    output, errors = (cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr))
     try:
-        with redirect_stdout(shown), redirect_stderr(errors), console.kept_in(log):
+        with redirect_stdout(output), redirect_stderr(errors), console.kept_in(log):
             yield
     except BaseException as end:
         log.write(f"{'stopped' if isinstance(end, KeyboardInterrupt) else 'error'}: {end}\n")
@@ -121,10 +121,10 @@ def rays_logging_in(log: TextIO) -> Iterator[None]:
     handlers = [
         handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)
     ]
-    before = [handler.setStream(log) for handler in handlers]
+    streams = [handler.setStream(log) for handler in handlers]
     try:
         yield
     finally:
-        for handler, stream in zip(handlers, before, strict=True):
+        for handler, stream in zip(handlers, streams, strict=True):
             if stream is not None:
                 handler.setStream(stream)

@@ -44,7 +44,7 @@ class Samples(Protocol):
     def without_tokens(self) -> "Samples": ...
 
     def examples(
-        self, count: int, asked: Callable[[str], dict[str, str]], characters: int = ...
+        self, count: int, texts_of: Callable[[str], dict[str, str]], characters: int = ...
     ) -> list[dict[str, Any]]: ...
 
 
@@ -126,13 +126,15 @@ class RunRecord:
         """Add metrics of the step. The last value of a name counts."""
         self.metrics |= metrics
 
-    def samples(self, rollout: Samples, trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
-        """Record a step's samples, some in samples.jsonl once their advantages are known. asked: texts of a
-        prompt.
+    def samples(
+        self, rollout: Samples, trained: RemoteBatch, texts_of: Callable[[str], dict[str, str]]
+    ) -> None:
+        """Record a step's samples, some in samples.jsonl once their advantages are known. texts_of: texts of
+        a prompt.
         """
         self.live.samples(rollout.batch)
         self.rollout = rollout.without_tokens()
-        self._asked = asked
+        self._asked = texts_of
         self._unwritten = True
         self.trained = trained.light
 
@@ -150,8 +152,8 @@ class RunRecord:
         """Return `RolloutBatch.examples` with advantages, None for a sample that is not trained."""
         rows = [] if self.rollout is None else self.rollout.examples(count, self._asked, *limit)
         earned = advantages_of(self.trained)
-        others = {"advantage": None} if earned else {}
-        return [row | earned.get((row["uid"], row["sample"]), others) for row in rows]
+        default = {"advantage": None} if earned else {}
+        return [row | earned.get((row["uid"], row["sample"]), default) for row in rows]
 
     def completions(self, count: int) -> None:
         """Show the step's first `count` samples, with rewards and advantages."""
@@ -170,8 +172,13 @@ class RunRecord:
             return
         self._planned = True
         self.writer.lengths(self._step, plan_record(plans[0]), **columns)
-        found = [plan_statistics(plan, width) for plan in plans]
-        self.add({f"balance/{name}": statistics.fmean(each[name] for each in found) for name in found[0]})
+        summaries = [plan_statistics(plan, width) for plan in plans]
+        self.add(
+            {
+                f"balance/{name}": statistics.fmean(summary[name] for summary in summaries)
+                for name in summaries[0]
+            }
+        )
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """Record a step's micro-steps by actor, with the cost model of their plan."""
@@ -202,9 +209,9 @@ def advantages_of(batch: RemoteBatch) -> dict[tuple[str, int], dict[str, Any]]:
     """Return `advantage` of each sample, or `advantages` of its turns. Empty if they are per token."""
     keys = list(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)) if len(batch) else []
     if "by_turn" in batch.columns:
-        found: dict[tuple[str, int], dict[str, Any]] = {key: {"advantages": []} for key in keys}
+        by_sample: dict[tuple[str, int], dict[str, Any]] = {key: {"advantages": []} for key in keys}
         for key, turns in zip(keys, batch["by_turn"], strict=True):
-            found[key]["advantages"] += [advantage for _, advantage in turns]
-        return found
+            by_sample[key]["advantages"] += [advantage for _, advantage in turns]
+        return by_sample
     values = batch["advantages"].tolist() if "advantages" in batch.columns else []
     return {key: {"advantage": value} for key, value in zip(keys, values, strict=False)}

@@ -41,7 +41,11 @@ def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[Row]:
 
     return [
         {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
-        | {"messages": [{"role": each["role"], "content": text_of(each)} for each in node["messages"]]}
+        | {
+            "messages": [
+                {"role": message["role"], "content": text_of(message)} for message in node["messages"]
+            ]
+        }
         | {"said": text_of(node["said"])}
         for node in nodes
     ]
@@ -62,8 +66,8 @@ def summary(row: Row) -> dict[str, str]:
         "seconds": row.get("seconds"),
     }
     forms = {"reward": ".3f", "advantage": "+z.3f", "seconds": ".1f"}
-    found = {name: f"{value:{forms.get(name, ',')}}" for name, value in numbers.items() if value is not None}
-    return found | ({"failure": clean(row["failure"], SHOWN)} if "failure" in row else {})
+    texts = {name: f"{value:{forms.get(name, ',')}}" for name, value in numbers.items() if value is not None}
+    return texts | ({"failure": clean(row["failure"], SHOWN)} if "failure" in row else {})
 
 
 def headline(row: Row) -> str:
@@ -74,8 +78,8 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
     """Return a row's tree: a path, then the branches. longest: characters of a text."""
     if not (nodes := row.get("session")):
         turns = row.get("turns") or [{"policy": row.get("response", "")}]
-        said = [("prompt", row.get("prompt", "")), *(found for turn in turns for found in turn.items())]
-        return [Entry(who, clean(text, longest)) for who, text in said]
+        texts = [("prompt", row.get("prompt", "")), *(part for turn in turns for part in turn.items())]
+        return [Entry(who, clean(text, longest)) for who, text in texts]
     ordered = sorted(nodes, key=lambda node: (node["kept"], -node["number"]))
     goes_on = {node["parent"]: node["number"] for node in ordered}  # the first kept turn, or the first
     main = list[Entry]()
@@ -88,9 +92,11 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
             paths[number] = paths[parent]
         else:
             paths[number] = []
-            after = "from the start" if parent is None else f"after turn {parent + 1}"
-            branches.append(Entry("branch", after, under=paths[number]))
-        paths[number] += [Entry(each["role"], clean(each["content"], longest)) for each in node["messages"]]
+            origin = "from the start" if parent is None else f"after turn {parent + 1}"
+            branches.append(Entry("branch", origin, under=paths[number]))
+        paths[number] += [
+            Entry(message["role"], clean(message["content"], longest)) for message in node["messages"]
+        ]
         paths[number].append(Entry(f"turn {number + 1}", clean(node["said"], longest), _facts(node, row)))
     return main + branches
 
@@ -126,8 +132,8 @@ def _facts(node: Row, row: Row) -> str:
 
 def clean(text: str, longest: int) -> str:
     """Return what a terminal may print of `text`: cut, without secrets and control characters."""
-    shown = shortened(redacted("\n".join(text.strip().splitlines())), longest).expandtabs(4)
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in shown)
+    excerpt = shortened(redacted("\n".join(text.strip().splitlines())), longest).expandtabs(4)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in excerpt)
 
 
 def drawn(row: Row, title: str) -> Tree:
@@ -137,9 +143,9 @@ def drawn(row: Row, title: str) -> Tree:
     return tree
 
 
-def _grow(tree: Tree, found: Sequence[Entry]) -> None:
-    width = max((len(entry.who) for entry in found), default=0)
-    for entry in found:
+def _grow(tree: Tree, children: Sequence[Entry]) -> None:
+    width = max((len(entry.who) for entry in children), default=0)
+    for entry in children:
         line = Table.grid(padding=(0, 1))
         line.add_column(width=width, no_wrap=True)
         line.add_column(overflow="fold")

@@ -67,7 +67,7 @@ def message_text(message: Mapping[str, Any]) -> str:
         part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts
     )
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    calls = [f"{found.get('name', '')}({found.get('arguments')})" for found in functions]
+    calls = [f"{function.get('name', '')}({function.get('arguments')})" for function in functions]
     return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", text, *calls]))
 
 

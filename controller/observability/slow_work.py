@@ -22,18 +22,18 @@ EVERY_SECONDS = 10.0  # between lines
 
 @contextmanager
 def log_if_slow(
-    log: Log, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
+    log: Log, message: str | Callable[[], str], *, delay: float = SILENT_SECONDS, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Log a block that takes more than `after` seconds, then every `every` seconds with the time so far."""
+    """Log a block that takes more than `delay` seconds, then every `every` seconds with the time so far."""
     done = threading.Event()
     began = time.monotonic()
 
     def tell() -> None:
-        if done.wait(after):
+        if done.wait(delay):
             return
-        log(_text(what))
+        log(_text(message))
         while not done.wait(every):
-            log(f"{_text(what)}, for {time.monotonic() - began:.0f} s so far")
+            log(f"{_text(message)}, for {time.monotonic() - began:.0f} s so far")
 
     thread = threading.Thread(target=tell, name="slow work", daemon=True)
     thread.start()
@@ -44,29 +44,29 @@ def log_if_slow(
         thread.join()
 
 
-def _text(what: str | Callable[[], str]) -> str:
-    return what if isinstance(what, str) else what()
+def _text(message: str | Callable[[], str]) -> str:
+    return message if isinstance(message, str) else message()
 
 
 def count_if_slow(
     items: Iterable[Item],
-    what: str,
+    label: str,
     log: Log,
     *,
     total: int | None = None,
-    after: float = SILENT_SECONDS,
+    delay: float = SILENT_SECONDS,
     every: float = EVERY_SECONDS,
 ) -> Iterator[Item]:
     """Yield the items, and log how many are done, of `total` if known."""
     began = time.monotonic()
-    told = 0.0
+    last_time = 0.0
     count = 0
-    of = "" if total is None else f" of {total:,}"
+    total_text = "" if total is None else f" of {total:,}"
     for count, item in enumerate(items, start=1):
         yield item
         now = time.monotonic() - began
-        if now >= (told + every if told else after):
-            told = now
-            log(f"{what}: {count:,}{of} after {now:.0f} s")
-    if told:
-        log(f"{what}: {count:,} in {time.monotonic() - began:.0f} s")
+        if now >= (last_time + every if last_time else delay):
+            last_time = now
+            log(f"{label}: {count:,}{total_text} after {now:.0f} s")
+    if last_time:
+        log(f"{label}: {count:,} in {time.monotonic() - began:.0f} s")

@@ -79,32 +79,32 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
     A request continues the turn that it extends. One that extends nothing, or a turn that has been extended,
     branches.
     """
-    told = [nodes for nodes in sessions if nodes]
-    if not told:
+    active_sessions = [nodes for nodes in sessions if nodes]
+    if not active_sessions:
         return {}
-    nodes = list(itertools.chain(*told))
+    nodes = list(itertools.chain(*active_sessions))
     firsts = len(
-        {(place, node["parent"]) for place, each in enumerate(told) for node in each}
+        {(place, node["parent"]) for place, session in enumerate(active_sessions) for node in session}
     )  # also first roots
     joined = sum(node["joined"] for node in nodes)
     of_requests = {
-        "continued_share": firsts - len(told),
+        "continued_share": firsts - len(active_sessions),
         "branched_share": len(nodes) - firsts,
         "retried_share": joined,
         "replayed_share": sum(node["replayed"] for node in nodes),
     }
     of_sessions = {
-        "branches": len(nodes) - firsts + len(told),
+        "branches": len(nodes) - firsts + len(active_sessions),
         "dropped_turns": sum(not node["kept"] for node in nodes),
         "sampled_tokens": sum(node["tokens"] for node in nodes),
         "agent_s": sum(
-            max(0.0, time - _busy(each))
-            for each, time in zip(sessions, seconds.tolist(), strict=True)
-            if each
+            max(0.0, time - _busy(session))
+            for session, time in zip(sessions, seconds.tolist(), strict=True)
+            if session
         ),
     }
     return {f"session/{name}": value / (len(nodes) + joined) for name, value in of_requests.items()} | {
-        f"session/{name}": value / len(told) for name, value in of_sessions.items()
+        f"session/{name}": value / len(active_sessions) for name, value in of_sessions.items()
     }
 
 

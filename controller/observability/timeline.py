@@ -84,16 +84,18 @@ class TimelineRecorder:
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
         """Record each engine's weight updates, by its actor's name."""
-        for actor, found in loads.items():
+        for actor, actor_loads in loads.items():
             self._add(
-                "weights", actor, [[*_interval(load.start, load.seconds), load.version] for load in found]
+                "weights",
+                actor,
+                [[*_interval(load.start, load.seconds), load.version] for load in actor_loads],
             )
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """Record each rank's micro-steps, by its actor's name, and the cost model of their plan."""
         self._cost = cost_model.coefficients
-        for actor, found in times.items():
-            rows = [[t.name, *_interval(t.start, t.seconds), *t.sums] for t in found]
+        for actor, actor_times in times.items():
+            rows = [[t.name, *_interval(t.start, t.seconds), *t.sums] for t in actor_times]
             self._add("micro_steps", actor, rows)
 
     def _add(self, kind: str, actor: str, rows: Sequence[list[Any]]) -> None:
@@ -133,8 +135,8 @@ def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, An
     records = [record for _, record in json_records(path, has_step, lambda record: trace_events([record]))]
     chosen = [record for record in records if steps is None or record["step"] in steps]
     if not chosen:
-        there = f"{records[0]['step']} to {records[-1]['step']}" if records else "none"
-        raise DataError(f"{path} has no record of these steps. Choose --steps among its own: {there}.")
+        step_range = f"{records[0]['step']} to {records[-1]['step']}" if records else "none"
+        raise DataError(f"{path} has no record of these steps. Choose --steps among its own: {step_range}.")
     return chosen
 
 

@@ -34,13 +34,13 @@ class RayTracker(Tracker):
 
 
 class TensorBoardTracker(Tracker):
-    def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """after: step to resume from. TensorBoard hides later records."""
+    def __init__(self, folder: Path, *, last_step: int = 0) -> None:
+        """last_step: step to resume from. TensorBoard hides later records."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
         with writing(folder):
-            self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+            self._writer = SummaryWriter(str(folder), purge_step=last_step + 1 if last_step else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with writing(self._folder):
@@ -63,7 +63,9 @@ class WandbTracker(Tracker):
     sync`.
     """
 
-    def __init__(self, folder: Path, project: str, name: str, shown: Mapping[str, Any], id: str = "") -> None:
+    def __init__(
+        self, folder: Path, project: str, name: str, config_values: Mapping[str, Any], id: str = ""
+    ) -> None:
         """shown: settings. id: of the run to resume, or empty. Raises ConfigError if W&B cannot start."""
         import wandb
 
@@ -74,7 +76,7 @@ class WandbTracker(Tracker):
                 id=id or None,
                 resume="allow",
                 dir=str(folder),
-                config=dict(shown),
+                config=dict(config_values),
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as error:
@@ -92,8 +94,8 @@ class WandbTracker(Tracker):
         import wandb
 
         table = tabular(rows)
-        shown = wandb.Table(columns=table["columns"], data=table["data"], allow_mixed_types=True)
-        self._run.log({name: shown}, step=step)
+        wandb_table = wandb.Table(columns=table["columns"], data=table["data"], allow_mixed_types=True)
+        self._run.log({name: wandb_table}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
@@ -114,7 +116,12 @@ class MlflowTracker(Tracker):
     """A run in MLflow, at MLFLOW_TRACKING_URI, named by `id`."""
 
     def __init__(
-        self, project: str, name: str, shown: Mapping[str, Any], log: Callable[[str], None], id: str = ""
+        self,
+        project: str,
+        name: str,
+        config_values: Mapping[str, Any],
+        log: Callable[[str], None],
+        id: str = "",
     ) -> None:
         """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume, or
         empty.
@@ -131,18 +138,18 @@ class MlflowTracker(Tracker):
         self._log = log
         self._waiting = list[Any]()
         try:
-            self.id = id or self._begin(project, name, shown)
+            self.id = id or self._begin(project, name, config_values)
             self._client.update_run(self.id, status="RUNNING")
         except MlflowException as error:
             raise ConfigError(f"tracking.mlflow: {_first_line(error)}. Check MLFLOW_TRACKING_URI.") from error
 
-    def _begin(self, project: str, name: str, shown: Mapping[str, Any]) -> str:
+    def _begin(self, project: str, name: str, config_values: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
 
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         run = self._client.create_run(number, run_name=name).info.run_id
-        parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in shown.items()]
+        parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in config_values.items()]
         for first in range(0, len(parameters), PARAMETERS_A_CALL):
             self._client.log_batch(run, params=parameters[first : first + PARAMETERS_A_CALL])
         return str(run)
@@ -218,35 +225,35 @@ def _escaped(value: Any) -> str:
 
 def open_trackers(
     config: TrainingConfig,
-    known: Mapping[str, str],
-    after: int,
+    resumed_ids: Mapping[str, str],
+    last_step: int,
     log: Callable[[str], None],
     exported: RayMetrics,
 ) -> tuple[list[Tracker], dict[str, str]]:
     """Open Ray's metrics and the trackers of tracking.*. Also return the run's id in each service.
 
-    known: ids of the resumed run, used only under its own name. after: last recorded step. Raises ConfigError
-    if a service refuses the run.
+    resumed_ids: ids of the resumed run, used only under its own name. last_step: last recorded step. Raises
+    ConfigError if a service refuses the run.
     """
     folder = config.run_folder
     tracking = config.tracking
     folder.mkdir(parents=True, exist_ok=True)
     trackers: list[Tracker] = [RayTracker(exported)]
     if tracking.tensorboard:
-        trackers.append(TensorBoardTracker(folder / "tensorboard", after=after))
-    known = known if config.run.resume == "auto" else {}
+        trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
+    resumed_ids = resumed_ids if config.run.resume == "auto" else {}
     run = (
         tracking.project,
         config.run.name,
-        {found.key: value_of(config, found.key) for found in settings(config)},
+        {setting.key: value_of(config, setting.key) for setting in settings(config)},
     )
     ids: dict[str, str] = {}
     if tracking.wandb:
-        wandb = WandbTracker(folder, *run, id=known.get("wandb", ""))
+        wandb = WandbTracker(folder, *run, id=resumed_ids.get("wandb", ""))
         trackers.append(wandb)
         ids["wandb"] = wandb.id
     if tracking.mlflow:
-        mlflow = MlflowTracker(*run, log, id=known.get("mlflow", ""))
+        mlflow = MlflowTracker(*run, log, id=resumed_ids.get("mlflow", ""))
         trackers.append(mlflow)
         ids["mlflow"] = mlflow.id
     return trackers, ids

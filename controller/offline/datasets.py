@@ -57,10 +57,10 @@ class SequenceDataset:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         counted = count_if_slow(records, f"{name}: records tokenized", log, total=len(records))
         for index, record in enumerate(counted):
-            where = record_name(name, index)
-            made = [(make_row(renderer, example, where), example) for example in record]
+            place = record_name(name, index)
+            pairs = [(make_row(renderer, example, place), example) for example in record]
             try:
-                self._add(tuple(expanded(renderer, *each, where) for each in made), record, settings, where)
+                self._add(tuple(expanded(renderer, *pair, place) for pair in pairs), record, settings, place)
             except ImageError as error:
                 unreadable.append(str(error))
         if unreadable and not self._items:
@@ -80,14 +80,14 @@ class SequenceDataset:
             equal > 0
         )
 
-    def _add(self, item: Item, record: tuple[Example, ...], settings: OfflineDataConfig, where: str) -> None:
+    def _add(self, item: Item, record: tuple[Example, ...], settings: OfflineDataConfig, place: str) -> None:
         longest = max(len(row["input_ids"]) for row, _ in item)
         if longest <= settings.max_tokens:
             self._items.append(item)
             self._labels.append(record[0].label)
         elif settings.overlong_records == "error":
             raise DataError(
-                f"{where} has {longest} tokens. Raise data.max_tokens ({settings.max_tokens}) or "
+                f"{place} has {longest} tokens. Raise data.max_tokens ({settings.max_tokens}) or "
                 "set data.overlong_records=drop."
             )
         else:
@@ -135,7 +135,7 @@ class SequenceDataset:
 
 
 def _are_equal(item: Item) -> bool:
-    return len(item) == 2 and len({each.tobytes() for each in _keys(item)}) == 1
+    return len(item) == 2 and len({sequence.tobytes() for sequence in _keys(item)}) == 1
 
 
 def _keys(item: Item) -> list[np.ndarray]:
@@ -144,9 +144,9 @@ def _keys(item: Item) -> list[np.ndarray]:
 
 def _shared_tokens(item: Item) -> int:
     """Count the first tokens that all sequences share, each with at least one more."""
-    found = _keys(item)
-    size = min(map(len, found)) - 1
-    alike = np.all([each[:size] == found[0][:size] for each in found], axis=0)
+    sequences = _keys(item)
+    size = min(map(len, sequences)) - 1
+    alike = np.all([sequence[:size] == sequences[0][:size] for sequence in sequences], axis=0)
     return int(np.cumprod(alike).sum())
 
 
@@ -154,8 +154,8 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     import ray
 
     rows = [row for item in items for row, _ in item]
-    known = dict[int, ray.ObjectRef]()
-    images = [stored(placed, known) for item in items for _, placed in item]
+    image_refs = dict[int, ray.ObjectRef]()
+    images = [stored(placed, image_refs) for item in items for _, placed in item]
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),
         "group_number": np.repeat(np.arange(len(items)), [len(item) for item in items]),

@@ -125,11 +125,11 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
         example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record
     ]
     chats = [([*one.prompt, *one.response], one.options) for one in first if isinstance(one.response, list)]
-    found = try_template(config, chats, config.data.chat_template_arguments, answered=True)
+    trial = try_template(config, chats, config.data.chat_template_arguments, answered=True)
     blind = _blind_images(config, read, examples)
     has_tools = any(options.get("tools") for _, options in chats)
     unread = _unread_columns(config, read, blind, chats=bool(chats))
-    return examples, identity, [*(found.warnings(tools=has_tools) if found else []), *blind, *unread]
+    return examples, identity, [*(trial.warnings(tools=has_tools) if trial else []), *blind, *unread]
 
 
 def _unread_columns(
@@ -165,17 +165,17 @@ def _texts(row: Sequence[Example]) -> Iterator[str]:
         yield from texts_of(example.response)
 
 
-def _examples_of(config: OfflineConfig, record: Record, path: str, where: str) -> tuple[Example, ...]:
+def _examples_of(config: OfflineConfig, record: Record, path: str, place: str) -> tuple[Example, ...]:
     data: Any = config.data
     examples: Sequence[Example]
     if isinstance(config, SftConfig):
-        examples = sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
+        examples = sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), place)
     elif isinstance(config, PreferencesConfig):
-        examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+        examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), place)
     else:
-        examples = reward_examples(record, data, config.loss.name, where)
+        examples = reward_examples(record, data, config.loss.name, place)
     images = record.get(data.image_key), data.image_pixels.limits, str(data_folder(path))
-    return with_options(reading_images(examples, *images, where), record, data.chat_template_arguments, where)
+    return with_options(reading_images(examples, *images, place), record, data.chat_template_arguments, place)
 
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:

@@ -47,9 +47,9 @@ class OfflineRun(TrainingRun[Settings]):
         return {"position": self.position}
 
     def measure(self) -> dict[str, float]:
-        found = self.record.times() | update_throughput(self.record.trained, self.record.seconds)
+        metrics = self.record.times() | update_throughput(self.record.trained, self.record.seconds)
         epoch = self.position / len(self.dataset)
-        return found | {"data/epoch": epoch, "data/dropped": float(self.dataset.dropped)}
+        return metrics | {"data/epoch": epoch, "data/dropped": float(self.dataset.dropped)}
 
     def validate(self, step: int) -> dict[str, float]:
         if self.held_out is None:
@@ -74,18 +74,18 @@ def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
     """Compute every pair's loss in a forward pass, then step along its gradient."""
     batch, plan = next_batch(run)
     with run.record.phase("log_probs"):
-        found = losses_of_pairs(run, batch)
-    _learn_pairs(run, batch, plan, found)
+        losses = losses_of_pairs(run, batch)
+    _learn_pairs(run, batch, plan, losses)
 
 
-def _learn_pairs(run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, found: PairLoss) -> None:
+def _learn_pairs(run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, losses: PairLoss) -> None:
     run.interrupts.hold()
     with run.record.phase("update"):
-        weighted = batch.with_columns(coefficient=found.coefficients)
+        weighted = batch.with_columns(coefficient=losses.coefficients)
         updated = learn(run.roles.policy, weighted, plan, WeightedLossConfig())
     # The update's own loss is the weighted sum of log-probs, which has the gradient of the pairs' loss.
-    run.record.add(prefixed("policy", results(updated) | {"loss": found.loss}))
-    run.record.add(prefixed("preferences", found.metrics))
+    run.record.add(prefixed("policy", results(updated) | {"loss": losses.loss}))
+    run.record.add(prefixed("preferences", losses.metrics))
 
 
 def reward_model_step(run: OfflineRun[RewardTrainingConfig]) -> None:
@@ -93,8 +93,8 @@ def reward_model_step(run: OfflineRun[RewardTrainingConfig]) -> None:
     batch, plan = next_batch(run)
     if run.config.compares_pairs:
         with run.record.phase("log_probs"):
-            found = scores_of_pairs(run, batch)
-        return _learn_pairs(run, batch, plan, found)
+            losses = scores_of_pairs(run, batch)
+        return _learn_pairs(run, batch, plan, losses)
     run.interrupts.hold()
     with run.record.phase("update"):
         updated = learn(run.roles.policy, batch, plan, run.config.loss.name)
@@ -136,15 +136,15 @@ def sft_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
 
 def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
     """Return `loss` and the metrics of `pair_loss`, of a forward pass."""
-    found = losses_of_pairs(run, batch)
-    return {"loss": found.loss, **found.metrics}
+    losses = losses_of_pairs(run, batch)
+    return {"loss": losses.loss, **losses.metrics}
 
 
 def reward_model_loss(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch) -> dict[str, float]:
     """Return `loss` and metrics of `bradley_terry` or `score_errors`, of a forward pass."""
     if run.config.compares_pairs:
-        found = scores_of_pairs(run, batch)
-        return {"loss": found.loss, **found.metrics}
+        losses = scores_of_pairs(run, batch)
+        return {"loss": losses.loss, **losses.metrics}
     plan = run.planner.forward_plan(batch, "policy.log_probs")
     return results(run.roles.policy.measure_labels(batch, plan, run.config.loss.name))
 

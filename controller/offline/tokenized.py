@@ -51,11 +51,11 @@ MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 def with_options(
-    examples: Iterable[Example], record: Record, run: Options, where: str
+    examples: Iterable[Example], record: Record, run: Options, place: str
 ) -> tuple[Example, ...]:
     """Give chat examples the run's options, and the record's. Raises DataError."""
     return tuple(
-        example._replace(options=options_of(record, run, where))
+        example._replace(options=options_of(record, run, place))
         if isinstance(example.response, list)
         else example
         for example in examples
@@ -63,40 +63,40 @@ def with_options(
 
 
 def reading_images(
-    examples: Iterable[Example], column: Any, pixels: tuple[int, int], folder: str, where: str
+    examples: Iterable[Example], column: Any, pixels: tuple[int, int], folder: str, place: str
 ) -> tuple[Example, ...]:
     """Give each example its images, from `column` or its messages. See `ImageSource`. Raises DataError."""
-    found = []
+    new_examples = []
     for example in examples:
         is_text = isinstance(example.response, str)
         first = len(example.prompt)
-        messages, values = with_images("" if is_text else [*example.prompt, *example.response], column, where)
-        images = tuple(ImageSource(value, where, folder, pixels) for value in values)
-        given = {} if is_text else {"prompt": messages[:first], "response": messages[first:]}
-        found.append(example._replace(images=images, **given))
-    return tuple(found)
+        messages, values = with_images("" if is_text else [*example.prompt, *example.response], column, place)
+        images = tuple(ImageSource(value, place, folder, pixels) for value in values)
+        changes = {} if is_text else {"prompt": messages[:first], "response": messages[first:]}
+        new_examples.append(example._replace(images=images, **changes))
+    return tuple(new_examples)
 
 
-def expanded(renderer: Renderer, row: Row, example: Example, where: str) -> tuple[Row, Placed]:
+def expanded(renderer: Renderer, row: Row, example: Example, place: str) -> tuple[Row, Placed]:
     """Give a row its images' tokens, of which none is learned. Raises as `Renderer.expand`."""
-    ids, placed = renderer.expand(row["input_ids"], [source.image() for source in example.images], where)
+    ids, placed = renderer.expand(row["input_ids"], [source.image() for source in example.images], place)
     return {name: spread(values, placed) for name, values in row.items()} | {"input_ids": ids}, placed
 
 
-def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example]:
+def sft_examples(record: Record, keys: tuple[str, str, str], place: str) -> tuple[Example]:
     """Return a record's conversation, or its prompt and response. keys: their columns. Raises DataError."""
     messages, prompt, response = keys
     if record.get(messages) is not None:
-        return (Example([], _messages(record[messages], where)),)
+        return (Example([], _messages(record[messages], place)),)
     if missing := [key for key in (prompt, response) if key not in record]:
         raise DataError(
-            f"{where} has neither {messages!r} nor {missing[0]!r}. Set data.messages_key, or "
+            f"{place} has neither {messages!r} nor {missing[0]!r}. Set data.messages_key, or "
             "data.prompt_key and data.response_key, to its columns."
         )
-    return (_example(record[prompt], record[response], where),)
+    return (_example(record[prompt], record[response], place),)
 
 
-def preference_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example, Example]:
+def preference_examples(record: Record, keys: tuple[str, str, str], place: str) -> tuple[Example, Example]:
     """Return the chosen and the rejected example. keys: columns of the prompt, the chosen, the rejected
     response.
 
@@ -106,14 +106,14 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
     prompt_key, *response_keys = keys
     if missing := [key for key in response_keys if key not in record]:
         raise DataError(
-            f"{where} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns."
+            f"{place} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns."
         )
     chosen, rejected = (record[key] for key in response_keys)
     chosen = messages_in(chosen)
     rejected = messages_in(rejected)
     prompt = messages_in(record.get(prompt_key))
     if all(isinstance(side, list) and all(isinstance(m, dict) for m in side) for side in (chosen, rejected)):
-        start = _start_of_conversations(prompt, chosen, rejected, where)
+        start = _start_of_conversations(prompt, chosen, rejected, place)
         if start:
             prompt = start
             chosen = chosen[len(start) :]
@@ -122,126 +122,129 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
             prompt = [{"role": "user", "content": prompt}]
     elif prompt is None:
         raise DataError(
-            f"{where} has no prompt in {prompt_key!r}. Set data.prompt_key to its column, or give the "
+            f"{place} has no prompt in {prompt_key!r}. Set data.prompt_key to its column, or give the "
             "chosen and the rejected conversation as chat messages, which hold it."
         )
-    return _example(prompt, chosen, where), _example(prompt, rejected, where)
+    return _example(prompt, chosen, place), _example(prompt, rejected, place)
 
 
-def reward_examples(record: Record, data: RewardDataConfig, loss: str, where: str) -> tuple[Example, ...]:
+def reward_examples(record: Record, data: RewardDataConfig, loss: str, place: str) -> tuple[Example, ...]:
     """Return a pair with its margin, a response with its score, or one with its steps and their labels.
 
     Raises DataError.
     """
     if loss == "bradley_terry":
-        pair = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+        pair = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), place)
         margin = record.get(data.margin_key)
         return pair[0]._replace(
-            label=0.0 if margin is None else _number(margin, data.margin_key, where)
+            label=0.0 if margin is None else _number(margin, data.margin_key, place)
         ), pair[1]
     keys = (data.response_key, data.score_key) if loss == "regression" else (data.steps_key, data.labels_key)
     if missing := [key for key in (data.prompt_key, *keys) if record.get(key) is None]:
-        raise DataError(f"{where} has no {missing[0]!r}. Set the data.*_key settings to its columns.")
+        raise DataError(f"{place} has no {missing[0]!r}. Set the data.*_key settings to its columns.")
     prompt, response, label = (record[key] for key in (data.prompt_key, *keys))
     if loss == "regression":
-        return (_example(prompt, response, where)._replace(label=_number(label, keys[1], where)),)
-    return (_stepwise(prompt, response, label, data.step_separator, where),)
+        return (_example(prompt, response, place)._replace(label=_number(label, keys[1], place)),)
+    return (_stepwise(prompt, response, label, data.step_separator, place),)
 
 
-def _number(value: Any, key: str, where: str) -> float:
+def _number(value: Any, key: str, place: str) -> float:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise DataError(f"{where} has {key}={value!r:.80}. Give a finite number.")
+        raise DataError(f"{place} has {key}={value!r:.80}. Give a finite number.")
     return float(value)
 
 
-def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, where: str) -> Example:
+def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, place: str) -> Example:
     lists = isinstance(steps, list) and isinstance(labels, list) and len(steps) == len(labels) > 0
     if not lists or not all(isinstance(step, str) and step for step in steps):
-        raise DataError(f"{where} needs a list of steps, which are texts, and as many labels. Correct them.")
-    numbers = [_number(label, "a label", where) for label in labels]
+        raise DataError(f"{place} needs a list of steps, which are texts, and as many labels. Correct them.")
+    numbers = [_number(label, "a label", place) for label in labels]
     if not all(0 <= number <= 1 for number in numbers):
-        raise DataError(f"{where} has the labels {numbers!r:.80}. Give numbers from 0 to 1.")
+        raise DataError(f"{place} has the labels {numbers!r:.80}. Give numbers from 0 to 1.")
     ends = np.cumsum([len(step) for step in steps]) + len(separator) * np.arange(len(steps))
-    example = _example(prompt, separator.join(steps), where)
+    example = _example(prompt, separator.join(steps), place)
     return example._replace(steps=tuple(zip(ends.tolist(), numbers, strict=True)))
 
 
-def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, where: str) -> Messages:
+def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Messages:
     """Return the messages of the prompt with which both lists begin, or none if they are answers alone.
 
     prompt: messages, a text that one of the common messages holds, or None. Raises DataError.
     """
     if isinstance(prompt, list):
         sides = [
-            cleaned(side[: len(prompt)], where) for side in (chosen, rejected) if len(side) > len(prompt)
+            cleaned(side[: len(prompt)], place) for side in (chosen, rejected) if len(side) > len(prompt)
         ]
-        return prompt if sides == [cleaned(prompt, where)] * 2 else []
+        return prompt if sides == [cleaned(prompt, place)] * 2 else []
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    common = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
+    common = next(
+        (i for i, (one, rejected_message) in pairs if one != rejected_message),
+        min(len(chosen), len(rejected)) - 1,
+    )
     start = list(chosen[:common])
     if prompt is None and not start:
-        raise DataError(f"{where} has no prompt, and its chosen and rejected messages begin differently.")
+        raise DataError(f"{place} has no prompt, and its chosen and rejected messages begin differently.")
     begin_with = {message.get("role") for side in (chosen, rejected) for message in side[:1]}
     texts = [message.get("content") for message in start]
     if isinstance(prompt, str) and begin_with != {"assistant"} and prompt not in texts:
         raise DataError(
-            f"{where}: its prompt is in none of the messages with which its chosen and rejected "
+            f"{place}: its prompt is in none of the messages with which its chosen and rejected "
             "conversations begin. Set data.prompt_key='' to take their common messages as the prompt."
         )
     return start
 
 
-def _example(prompt: Any, response: Any, where: str) -> Example:
+def _example(prompt: Any, response: Any, place: str) -> Example:
     if (messages := messages_in(prompt)) is not prompt:
         prompt = messages
         response = messages_in(response)
     if isinstance(prompt, str) and prompt.isspace():
-        raise DataError(f"{where} has an empty prompt.")
+        raise DataError(f"{place} has an empty prompt.")
     if isinstance(prompt, str) and isinstance(response, str):
         return Example(prompt, response)
     if isinstance(prompt, str):
-        raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
+        raise DataError(f"{place} has a text as prompt, and a response of type {type(response).__name__}.")
     if isinstance(response, str):
         response = [{"role": "assistant", "content": response}]
-    prompt = _messages(prompt, where)
-    response = _messages(response, where)
-    check_not_blank(prompt, where)
+    prompt = _messages(prompt, place)
+    response = _messages(response, place)
+    check_not_blank(prompt, place)
     if prompt[-1]["role"] == response[0]["role"] == "assistant":
         raise DataError(
-            f"{where} has a prompt that ends with an assistant's message, behind which the response would "
+            f"{place} has a prompt that ends with an assistant's message, behind which the response would "
             "be another. Begin the response with that message's text."
         )
     return Example(prompt, response)
 
 
-def _messages(value: Any, where: str) -> Messages:
+def _messages(value: Any, place: str) -> Messages:
     value = messages_in(value)
     if not isinstance(value, list):
         raise DataError(
-            f"{where} has a value of type {type(value).__name__} in place of a list of chat messages."
+            f"{place} has a value of type {type(value).__name__} in place of a list of chat messages."
         )
     if not value:
-        raise DataError(f"{where} has an empty list of chat messages.")
-    return list(cleaned(value, where))
+        raise DataError(f"{place} has an empty list of chat messages.")
+    return list(cleaned(value, place))
 
 
-def example_row(renderer: Renderer, example: Example, where: str, train_on: str = ALL_TURNS) -> Row:
+def example_row(renderer: Renderer, example: Example, place: str, train_on: str = ALL_TURNS) -> Row:
     """Tokenize prompt and response. The response's text, or its assistant turns, are learned: all, or the
     last.
 
     Raises DataError if no token is learned, or if rendering does not show which tokens are the assistant's.
     """
     if isinstance(example.response, str):
-        return _text_row(renderer, example.prompt, example.response, where)
+        return _text_row(renderer, example.prompt, example.response, place)
     messages, first = [*example.prompt, *example.response], len(example.prompt)
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    trained = [is_trained(message, number, where) for number, message in enumerate(messages, start=1)]
+    trained = [is_trained(message, number, place) for number, message in enumerate(messages, start=1)]
     turns = [turn for turn in (turns if train_on == ALL_TURNS else turns[-1:]) if trained[turn]]
-    renderer.check_shown(messages, where, **example.options)
-    return _chat_row(renderer, messages, turns, example.options, where)
+    renderer.check_shown(messages, place, **example.options)
+    return _chat_row(renderer, messages, turns, example.options, place)
 
 
-def is_trained(message: dict[str, Any], number: int, where: str) -> bool:
+def is_trained(message: dict[str, Any], number: int, place: str) -> bool:
     """Whether a message's `weight` (OpenAI) and `train` (axolotl) let it be learned. Raises DataError if they
     cannot be honoured.
     """
@@ -249,126 +252,128 @@ def is_trained(message: dict[str, Any], number: int, where: str) -> bool:
         value = message.get(name)
         if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
             raise DataError(
-                f"{where}: message {number} has {name}={value!r:.80}. Give 0 or 1, false or true."
+                f"{place}: message {number} has {name}={value!r:.80}. Give 0 or 1, false or true."
             )
         if value and message["role"] != "assistant":
             raise DataError(
-                f"{where}: message {number}, of role {message['role']!r}, has {name}={value!r}, and only the "
+                f"{place}: message {number}, of role {message['role']!r}, has {name}={value!r}, and only the "
                 "assistant's messages are learned. Remove it."
             )
     return all(message.get(name) in (None, 1) for name in ("weight", "train"))
 
 
-def scored_row(renderer: Renderer, example: Example, where: str) -> Row:
+def scored_row(renderer: Renderer, example: Example, record_place: str) -> Row:
     """Tokenize up to the response's end token, and mark it: a reward model is read there. Raises as
     `example_row`.
 
     Steps before the last one are marked at their own last tokens, all with their labels.
     """
-    whole = example_row(renderer, example, where, LAST_TURN)
-    learned = np.flatnonzero(whole["loss_mask"]).tolist()
+    full_row = example_row(renderer, example, record_place, LAST_TURN)
+    learned = np.flatnonzero(full_row["loss_mask"]).tolist()
     decode = renderer.tokenizer.decode
     # Sampled responses end with the end token, and templates write a line break behind it.
     end = next(
-        (place for place in reversed(learned) if decode([whole["input_ids"][place]]).strip()), learned[-1]
+        (place for place in reversed(learned) if decode([full_row["input_ids"][place]]).strip()), learned[-1]
     )
-    row = {"input_ids": whole["input_ids"][: end + 1], "loss_mask": np.arange(end + 1) == end}
+    row = {"input_ids": full_row["input_ids"][: end + 1], "loss_mask": np.arange(end + 1) == end}
     if not example.steps:
         return row
-    places = [*_step_places(renderer, example, where)[:-1].tolist(), end]
-    if any(one >= other for one, other in itertools.pairwise(places)):
-        raise DataError(f"{where} has two steps that end in one token. Change data.step_separator.")
+    places = [*_step_places(renderer, example, record_place)[:-1].tolist(), end]
+    if any(one >= next_place for one, next_place in itertools.pairwise(places)):
+        raise DataError(f"{record_place} has two steps that end in one token. Change data.step_separator.")
     row["label"] = np.zeros(end + 1)
     row["loss_mask"][places], row["label"][places] = True, [label for _, label in example.steps]
     return row
 
 
-def _step_places(renderer: Renderer, example: Example, where: str) -> np.ndarray:
-    before = 0
+def _step_places(renderer: Renderer, example: Example, place: str) -> np.ndarray:
+    prompt_length = 0
     text = example.response
     start = 0
     last = None
     if isinstance(text, str):
-        prompt = renderer.prompt_ids(example.prompt, where)
-        before = len(prompt)
+        prompt = renderer.prompt_ids(example.prompt, place)
+        prompt_length = len(prompt)
         last = int(prompt[-1])
     else:
-        text = renderer.text([*example.prompt, *example.response], where, **example.options)
+        text = renderer.text([*example.prompt, *example.response], place, **example.options)
         start = text.rfind(example.response[0]["content"])
     if start < 0:
         raise DataError(
-            f"{where}: the chat template of model.path changes the steps, so they are not found. Fix it."
+            f"{place}: the chat template of model.path changes the steps, so they are not found. Fix it."
         )
-    ends = renderer.ids_and_ends(text, where, last)[1]
-    return before + np.searchsorted(ends, [start + end for end, _ in example.steps])
+    ends = renderer.ids_and_ends(text, place, last)[1]
+    return prompt_length + np.searchsorted(ends, [start + end for end, _ in example.steps])
 
 
-def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:
+def _text_row(renderer: Renderer, prompt: str, response: str, place: str) -> Row:
     end = renderer.tokenizer.eos_token_id
     if end is None:
         raise DataError(
-            f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with."
+            f"{place}: the tokenizer of model.path has no end-of-sequence token to end a response with."
         )
-    before = renderer.prompt_ids(prompt, where)
-    learned = renderer.ids_behind(response, int(before[-1]), where)
+    prompt_ids = renderer.prompt_ids(prompt, place)
+    learned = renderer.ids_behind(response, int(prompt_ids[-1]), place)
     learned += [end] * (learned[-1:] != [end])
-    return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
+    return _row([*prompt_ids.tolist(), *learned], [False] * len(prompt_ids) + [True] * len(learned), place)
 
 
 def _chat_row(
-    renderer: Renderer, messages: Messages, turns: Sequence[int], options: Options, where: str
+    renderer: Renderer, messages: Messages, turns: Sequence[int], options: Options, place: str
 ) -> Row:
     def render(messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        return renderer.text(messages, where, **options, add_generation_prompt=add_generation_prompt)
+        return renderer.text(messages, place, **options, add_generation_prompt=add_generation_prompt)
 
     marked = turns and MARKS.search(str(renderer.tokenizer.chat_template))
     spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if marked and spoken == turns:
-        return _row(*renderer.marked(messages, where, **options), where)
-    whole = render(messages)
-    ids, ends = renderer.ids_and_ends(whole, where)
+        return _row(*renderer.marked(messages, place, **options), place)
+    full_text = render(messages)
+    ids, ends = renderer.ids_and_ends(full_text, place)
     if marked:
-        learned = renderer.marked(messages, where, **options)[1]
-        learned &= ends > _span(render, messages, turns[0], whole, where)[0]
+        learned = renderer.marked(messages, place, **options)[1]
+        learned &= ends > _span(render, messages, turns[0], full_text, place)[0]
         for turn in spoken:
             if turn > turns[0] and turn not in turns:
-                start, stop = _span(render, messages, turn, whole, where)
+                start, stop = _span(render, messages, turn, full_text, place)
                 learned &= (ends <= start) | (ends > stop)
-        return _row(ids, learned, where)
+        return _row(ids, learned, place)
     learned = np.zeros(len(ids), dtype=bool)
     special = [token for token, added in renderer.tokenizer.added_tokens_decoder.items() if added.special]
     for turn in turns:
-        start, stop = _span(render, messages, turn, whole, where)
+        start, stop = _span(render, messages, turn, full_text, place)
         learned |= (ends > start) & (ends <= stop)
         following = int(np.searchsorted(ends, stop, side="right"))
-        closing = int(np.searchsorted(ends, len(whole[: ends[following - 1]].rstrip())))
+        closing = int(np.searchsorted(ends, len(full_text[: ends[following - 1]].rstrip())))
         if following < len(ids) and ids[closing] not in special and ids[following] in special:
             learned[following] = True  # the end of a turn, where it depends on what follows, or begins that
-    return _row(ids, learned, where)
+    return _row(ids, learned, place)
 
 
 def _span(
-    render: Callable[..., str], messages: Messages, turn: int, whole: str, where: str
+    render: Callable[..., str], messages: Messages, turn: int, full_text: str, place: str
 ) -> tuple[int, int]:
-    """Return where the text of an assistant's message begins and stops in `whole`, the rendering of all
+    """Return where the text of an assistant's message begins and stops in `full_text`, the rendering of all
     messages.
 
     It begins behind the generation prompt, where that is how the turn begins. Otherwise, and where a template
     renders the message differently when others follow, such as without thoughts, a stand-in for it shows the
     text around it, and a stand-in for the message ahead where its header begins. The text around must be the
-    same in `whole`.
+    same in `full_text`.
     """
     alone = render(messages[: turn + 1])
     text = "stand-in"
     prompted, opening = _generation_prompt(render, messages, turn)
-    if turn and opening.strip() and alone.startswith(prompted) and whole.startswith(alone):
+    if turn and opening.strip() and alone.startswith(prompted) and full_text.startswith(alone):
         return len(prompted), len(alone)
-    while text in whole:
+    while text in full_text:
         text += "-"
     plain = {"role": "assistant", "content": text}
     for stand_in in _stand_ins(messages[turn], text):
         try:
-            before, _, after = render([*messages[:turn], stand_in, *messages[turn + 1 :]]).rpartition(text)
+            text_before, _, text_after = render(
+                [*messages[:turn], stand_in, *messages[turn + 1 :]]
+            ).rpartition(text)
             end = render([*messages[:turn], stand_in]).rpartition(text)[2]
             between = _between(render, messages, turn, stand_in, text)
             if opening.strip() and opening in between:
@@ -379,13 +384,13 @@ def _span(
             continue
         if not opening.strip():
             header = header.rstrip(" ")  # a blank belongs to the policy, as tokens begin with it
-        previous = len(before) - len(between)
-        start = len(_common(whole, before[: previous + len(header)]))
-        rest = after[len(_common(end, after)) :]
-        if before.endswith(between) and start >= previous and whole[start:].endswith(rest):
-            return start, len(whole) - len(rest)
+        previous = len(text_before) - len(between)
+        start = len(_common(full_text, text_before[: previous + len(header)]))
+        rest = text_after[len(_common(end, text_after)) :]
+        if text_before.endswith(between) and start >= previous and full_text[start:].endswith(rest):
+            return start, len(full_text) - len(rest)
     raise DataError(
-        f"{where}: the chat template of model.path renders other messages differently when message {turn + 1} changes, "
+        f"{place}: the chat template of model.path renders other messages differently when message {turn + 1} changes, "
         "so that the assistant's tokens cannot be told. Give the template {% generation %} marks."
     )
 
@@ -409,8 +414,8 @@ def _generation_prompt(render: Callable[..., str], messages: Messages, turn: int
         added = prompted[len(_common(render(messages[:turn]), prompted)) :]
     if not added.strip() and (turn == 0 or messages[turn - 1]["role"] == "assistant"):
         question: Messages = [{"role": "user", "content": "question"}]
-        asked = render(question, add_generation_prompt=True)
-        added = asked[len(_common(render(question), asked)) :]
+        question_prompt = render(question, add_generation_prompt=True)
+        added = question_prompt[len(_common(render(question), question_prompt)) :]
     return prompted, added
 
 
@@ -419,20 +424,20 @@ def _between(
 ) -> str:
     """Return the text between the content of the message ahead of a stand-in, and the stand-in's text."""
     ahead = messages[:turn]
-    other = f"before-{text}-"
+    marker = f"before-{text}-"
     if turn:
-        ahead = [*messages[: turn - 1], messages[turn - 1] | {"content": other}]
-    before = render([*ahead, stand_in, *messages[turn + 1 :]]).rpartition(text)[0]
-    return before.rpartition(other)[2]
+        ahead = [*messages[: turn - 1], messages[turn - 1] | {"content": marker}]
+    text_before = render([*ahead, stand_in, *messages[turn + 1 :]]).rpartition(text)[0]
+    return text_before.rpartition(marker)[2]
 
 
 def _common(*texts: str) -> str:
     return os.path.commonprefix(texts)  # noqa: RUF071 (texts, not paths)
 
 
-def _row(ids: Sequence[int], learned: Any, where: str) -> Row:
+def _row(ids: Sequence[int], learned: Any, place: str) -> Row:
     mask = np.array(learned, dtype=bool)
     mask[:1] = False  # nothing predicts the first token
     if not mask.any():
-        raise DataError(f"{where} has no token to learn: an assistant's turn, or a response, is needed.")
+        raise DataError(f"{place} has no token to learn: an assistant's turn, or a response, is needed.")
     return {"input_ids": np.asarray(ids, dtype=np.int32), "loss_mask": mask}

@@ -75,15 +75,15 @@ class CostModelFitter:
         predicted / measured - 1 over the step's updates, by the model that planned them, or empty without
         updates.
         """
-        found = [
+        updates = [
             (self._tokens(t), t.squared_tokens, t.seconds)
             for t in micro_steps
             if t.name == UPDATE and t.tokens
         ]
-        if not found:
+        if not updates:
             return {}
-        error = fit_error(self._fit, found) if self._fit else scaled_error(self._first, found)
-        self._measured.extend(found)
+        error = fit_error(self._fit, updates) if self._fit else scaled_error(self._first, updates)
+        self._measured.extend(updates)
         self._stage_seconds = np.asarray(stage_seconds) + (
             self._stage_seconds if len(self._stage_seconds) else 0.0
         )
@@ -103,8 +103,8 @@ class CostModelFitter:
 def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
     """Return micro-steps, summed over pipeline stages."""
     stages: dict[str, list[Sequence[MicroStepTime]]] = {}
-    for actor, found in times.items():
-        stages.setdefault(actor.partition(" pp=")[0], []).append(found)
+    for actor, micro_steps in times.items():
+        stages.setdefault(actor.partition(" pp=")[0], []).append(micro_steps)
     return [
         replace(parts[0], seconds=sum(part.seconds for part in parts))
         for every in stages.values()
@@ -117,9 +117,11 @@ def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[floa
     without stages.
     """
     seconds: dict[int, float] = {}
-    for actor, found in times.items():
+    for actor, micro_steps in times.items():
         stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)
-        seconds[stage] = seconds.get(stage, 0.0) + sum(step.seconds for step in found if step.name == UPDATE)
+        seconds[stage] = seconds.get(stage, 0.0) + sum(
+            step.seconds for step in micro_steps if step.name == UPDATE
+        )
     return [seconds[stage] for stage in sorted(seconds)]
 
 

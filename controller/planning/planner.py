@@ -42,8 +42,8 @@ def prefix_columns(
     sample. hashes: objects [B], bytes from `workers.engine.prefix_hashes`. minimum:
     `model.min_shared_tokens`.
     """
-    own = lengths - prompt_tokens
-    fewest = np.maximum(fewest_worth_sharing(own), minimum)
+    response_tokens = lengths - prompt_tokens
+    fewest = np.maximum(fewest_worth_sharing(response_tokens), minimum)
     groups = np.unique(prompts, return_inverse=True)[1]
     prefixes = np.where(prompt_tokens < fewest, 0, prompt_tokens)
     table = _table(hashes)
@@ -54,16 +54,16 @@ def prefix_columns(
         "prefix_groups": groups,
         "prefix_lengths": prefixes,
         "tree_order": order,
-        "tree_depths": _depths(table, rows, groups, prompt_tokens, own, fewest),
+        "tree_depths": _depths(table, rows, groups, prompt_tokens, response_tokens, fewest),
     }
 
 
 def _table(hashes: np.ndarray) -> Integers:
     """Hashes of each sample, int64 [B, places]. Missing ones are unique negative numbers."""
-    rows = [np.frombuffer(each, "<u4") for each in hashes]
+    rows = [np.frombuffer(sample_hashes, "<u4") for sample_hashes in hashes]
     table = np.repeat(-1 - np.arange(len(rows))[:, None], max(map(len, rows)), axis=1)
-    for row, found in enumerate(rows):
-        table[row, : len(found)] = found
+    for row, row_hashes in enumerate(rows):
+        table[row, : len(row_hashes)] = row_hashes
     return table
 
 
@@ -72,14 +72,14 @@ def _depths(
     rows: Integers,
     groups: Integers,
     prompt_tokens: Integers,
-    own: Integers,
+    response_tokens: Integers,
     fewest: Integers,
 ) -> Integers:
     alike = np.zeros(len(rows), np.int64)
     if table.shape[1]:
         equal = np.minimum.accumulate(table[rows[1:]] == table[rows[:-1]], axis=1)
         alike[rows[1:]] = equal.sum(axis=1)
-    places = np.append(0, hashed_places(int(own.max())))
+    places = np.append(0, hashed_places(int(response_tokens.max())))
     largest = np.zeros(groups.max() + 1, np.int64)
     np.maximum.at(largest, groups, fewest)  # depths of any two samples of a group are minima of several
     depths: Integers = prompt_tokens + np.maximum(0, places[alike] - largest[groups] + 1)
@@ -129,13 +129,15 @@ def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -
     tokens = batch["response_tokens"]
     groups = batch["group_number"]
     samples = batch.columns.get("sample_number", np.arange(len(batch)))
-    found = {name: np.zeros_like(tokens) for name in ("group_tokens", "sample_tokens", "mini_batch_samples")}
+    columns = {
+        name: np.zeros_like(tokens) for name in ("group_tokens", "sample_tokens", "mini_batch_samples")
+    }
     for rows in mini_batches:
-        found["group_tokens"][rows] = np.bincount(groups[rows], tokens[rows])[groups[rows]]
-        found["sample_tokens"][rows] = np.bincount(samples[rows], tokens[rows])[samples[rows]]
-        found["mini_batch_samples"][rows] = len(np.unique(samples[rows][tokens[rows] > 0]))
+        columns["group_tokens"][rows] = np.bincount(groups[rows], tokens[rows])[groups[rows]]
+        columns["sample_tokens"][rows] = np.bincount(samples[rows], tokens[rows])[samples[rows]]
+        columns["mini_batch_samples"][rows] = len(np.unique(samples[rows][tokens[rows] > 0]))
     several = len(np.unique(samples)) < len(batch)
-    return batch.with_columns(**found if several else {"group_tokens": found["group_tokens"]})
+    return batch.with_columns(**columns if several else {"group_tokens": columns["group_tokens"]})
 
 
 def counted_costs(config: TrainingConfig) -> CostModel:
@@ -154,21 +156,23 @@ def images_of(batch: "RemoteBatch") -> list[list[tuple[int, int]]] | None:
     """Return the argument `images` of `plan_batch`."""
     column = batch.columns.get("images")
     return (
-        None if column is None else [[(int(each.first), each.tokens) for each in placed] for placed in column]
+        None
+        if column is None
+        else [[(int(image.first), image.tokens) for image in placed] for placed in column]
     )
 
 
 def plan_arguments(
     config: TrainingConfig,
-    of: str,
+    pass_name: str,
     prefixes: Mapping[str, Any] | None = None,
     stages: StageTimes = NOT_MEASURED,
 ) -> dict[str, Any]:
     """Return the arguments of `balancing.plan_batch` besides the batch.
 
-    of: a pass in `config.limits`. prefixes: from `prefix_columns`.
+    pass_name: a pass in `config.limits`. prefixes: from `prefix_columns`.
     """
-    limits = config.limits[of]
+    limits = config.limits[pass_name]
     policy = config.policy
     balance = config.balance
     degrees = context_degrees(config)
@@ -182,7 +186,7 @@ def plan_arguments(
         "multiple_of": balance.count_multiple,
         "algorithm": balance.algorithm,
         "order": None if balance.order == "auto" else balance.order,
-        "pipeline": pipeline_of(config, trains=of.endswith(".update"), measured=stages),
+        "pipeline": pipeline_of(config, trains=pass_name.endswith(".update"), measured=stages),
         "layout": limits.layout,
         "length_multiple": limits.length_multiple,
     }
@@ -236,16 +240,16 @@ class Planner:
         self.stages = stages
         self._sharing: dict[str, bool] = {}
 
-    def forward_plan(self, batch: "RemoteBatch", of: str) -> Plan:
-        return self.plan(batch, [np.arange(len(batch))], of)
+    def forward_plan(self, batch: "RemoteBatch", pass_name: str) -> Plan:
+        return self.plan(batch, [np.arange(len(batch))], pass_name)
 
-    def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
+    def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], pass_name: str) -> Plan:
         """Assign every sequence to a rank and a micro-step. Mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and, for losses that divide by groups,
-        `group_number`. of: a pass in `config.limits`, such as `policy.update`. If sequences are too few for
-        the configured micro-batch counts, the smallest mini-batch limits them. Pipeline stages add empty
-        ones.
+        `group_number`. pass_name: a pass in `config.limits`, such as `policy.update`. If sequences are too
+        few for the configured micro-batch counts, the smallest mini-batch limits them. Pipeline stages add
+        empty ones.
         """
         plan = partial(
             plan_batch,
@@ -253,10 +257,10 @@ class Planner:
             mini_batches=mini_batches,
             loss_tokens=batch["response_tokens"],
             groups=batch.columns.get("group_number"),
-            cost_model=self._costs(of),
+            cost_model=self._costs(pass_name),
             images=images_of(batch),
         )
-        arguments = plan_arguments(self.config, of, self.prefixes(batch, of), self.stages)
+        arguments = plan_arguments(self.config, pass_name, self.prefixes(batch, pass_name), self.stages)
         try:
             return plan(**arguments)
         except CountError:
@@ -266,14 +270,14 @@ class Planner:
             fewest = min(arguments["min_count"], *map(len, mini_batches))
             return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
 
-    def _costs(self, of: str) -> CostModel:
+    def _costs(self, pass_name: str) -> CostModel:
         """A frozen tower has no backward pass, so images weigh more in forward passes."""
-        forward = not of.endswith(".update") and not self.config.model.train_vision
+        forward = not pass_name.endswith(".update") and not self.config.model.train_vision
         return self.cost_model.with_images(TRAINING_FACTOR) if forward else self.cost_model
 
-    def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
+    def prefixes(self, batch: "RemoteBatch", pass_name: str) -> dict[str, np.ndarray]:
         """Return the arguments of `plan_batch` for shared prefixes, or empty if the pass shares nothing."""
-        if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
+        if "prompt_hash" not in batch.columns or not self._shares(pass_name.partition(".")[0]):
             return {}
         return prefix_columns(
             batch["prompt_hash"],

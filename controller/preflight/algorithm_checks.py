@@ -38,12 +38,12 @@ def check_advantage(config: Config) -> None:
     learns = (penalty.coefficient or taught) and not algorithm.group_filter
     if algorithm.zero_variance_groups != "keep" and (learns or not equal):
         estimator = f"algorithm.advantage={algorithm.advantage} with algorithm.credit={algorithm.credit}"
-        others = {
+        signals = {
             "algorithm.kl_in_reward": penalty.coefficient,
             "algorithm.loss.distillation": taught,
             estimator: True,
         }
-        by = next(name for name, there in others.items() if there)
+        by = next(name for name, is_set in signals.items() if is_set)
         raise ConfigError(
             f"algorithm.zero_variance_groups={algorithm.zero_variance_groups}: it leaves out sequences from "
             f"which the policy learns by {by}. Remove it."

@@ -88,8 +88,8 @@ class OneLineParser(argparse.ArgumentParser):
         """Refuse an empty word, for argparse: pathlib makes the working directory of it."""
         words = sys.argv[1:] if args is None else list(args)
         if "" in words:
-            before = words[words.index("") - 1] if words.index("") else "the first argument"
-            self.error(f"an argument is empty, behind {before}: is a variable of the shell not set?")
+            previous_word = words[words.index("") - 1] if words.index("") else "the first argument"
+            self.error(f"an argument is empty, behind {previous_word}: is a variable of the shell not set?")
         return super().parse_known_args(words, namespace)
 
 

@@ -49,10 +49,10 @@ from workers.engine.placement import fits_device
 from workers.errors import ConfigError, Problems, check_together
 
 
-def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
+def check(config: Config, functions: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
     """Raise one error for each independent part that cannot work or has no effect, together.
 
-    given: functions passed to the call.
+    functions: passed to the call.
     needs_data: False for a loop that may bring its own prompts and rewards.
     """
     check_together(
@@ -62,18 +62,18 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
         lambda: check_critic(config),
         lambda: check_model_files(config),
         lambda: check_data(config) if needs_data or config.has_data else None,
-        lambda: check_rewards(config, given) if needs_data or config.rewarded else None,
-        lambda: _check_functions(config, given),
+        lambda: check_rewards(config, functions) if needs_data or config.rewarded else None,
+        lambda: _check_functions(config, functions),
         lambda: check_trackers(config),
     )
 
 
-def _check_functions(config: Config, given: GivenFunctions) -> None:
+def _check_functions(config: Config, functions: GivenFunctions) -> None:
     names = {key: value_of(config, key) for key in ("run.step", *OF_SAMPLES, "data.sampler")}
     problems = Problems()
     for key, name in names.items():
         with problems.collecting():
-            if name and name not in given:
+            if name and name not in functions:
                 check_function(key, name)
     with problems.collecting():
         if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
@@ -168,9 +168,9 @@ def _check_reward_models(model: RewardModelConfig) -> None:
             f"reward.model.path={model.path}: reward.model.paths names models too. Set one of the two."
         )
     if unknown := sorted(model.weights.keys() - model.paths.keys()):
-        known = ", ".join(model.paths)
+        path_names = ", ".join(model.paths)
         raise ConfigError(
-            f"reward.model.weights.{unknown[0]}: reward.model.paths has only {known}. Correct the name."
+            f"reward.model.weights.{unknown[0]}: reward.model.paths has only {path_names}. Correct the name."
         )
     for name, weight in model.named_weights.items():
         key = f"weights.{name}" if name in model.weights else "weight"
@@ -180,7 +180,7 @@ def _check_reward_models(model: RewardModelConfig) -> None:
             raise ConfigError(f"reward.model.paths: {name!r} becomes a metric. Use letters, digits and _.")
 
 
-def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
+def check_rewards(config: Config, functions: GivenFunctions = NONE_GIVEN) -> None:
     ways = bool(config.reward.function) + bool(config.reward.functions)
     played = config.rollout.environment or config.rollout.runs_agent
     by_model = config.uses_reward_model or config.uses_judge
@@ -201,17 +201,18 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     names: dict[str, str] = {}
     for function in config.reward.weights:
         with problems.collecting():
-            if function not in given:
+            if function not in functions:
                 check_reward_function(key, function)
-            other = names.setdefault(function.rpartition(":")[2], function)
-            if other != function:
+            first_function = names.setdefault(function.rpartition(":")[2], function)
+            if first_function != function:
                 raise ConfigError(
-                    f"{key}: {other} and {function} have the same name in metrics. Rename one of them."
+                    f"{key}: {first_function} and {function} have the same name in metrics. Rename one of "
+                    "them."
                 )
     problems.raise_all()
 
 
-def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:
+def check_sampler(config: SamplerConfig, functions: GivenFunctions = NONE_GIVEN) -> None:
     """Run the part of `check` that sampling needs. config: narrowed."""
     samples = config.rollout.samples_per_prompt
     temperature = f"{config.sampling_key}.temperature"
@@ -232,6 +233,6 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> 
             lambda: check_lengths(config),
             lambda: check_model_files(config),
             lambda: check_data(config),
-            lambda: check_rewards(config, given) if config.needs_reward or config.rewarded else None,
+            lambda: check_rewards(config, functions) if config.needs_reward or config.rewarded else None,
         )
     problems.raise_all()

@@ -72,8 +72,8 @@ def parse_cluster(text: str) -> Cluster:
             _set_once(numbers, "gpu", named.group(1))
             continue
         if match is None:
-            known = ", ".join(("nodes", "gpus", "gpu", "cpus", "memory_gib", *FIGURES))
-            raise ConfigError(f"--cluster: {shortened(part, 40)!r} is none of {known}. Write {FORM}.")
+            names = ", ".join(("nodes", "gpus", "gpu", "cpus", "memory_gib", *FIGURES))
+            raise ConfigError(f"--cluster: {shortened(part, 40)!r} is none of {names}. Write {FORM}.")
         number = float(match.group(2))
         if number > LARGEST_FIGURE or (not number and match.group(1) in FIGURES):
             raise ConfigError(
@@ -114,12 +114,12 @@ def run_on(config: Config, cluster: Cluster) -> None:
     config.described_gpus = cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
-    for found in settings(Config()) if cluster.gpus else ():
-        value = value_of(config, found.key)
-        if "CPUs" in found.only_with and value != found.default:
-            section, _, name = found.key.rpartition(".")
-            setattr(value_of(config, section), name, found.default)
-            print(f"{found.key}={value}: left out, because the cluster runs on GPUs")
+    for setting in settings(Config()) if cluster.gpus else ():
+        value = value_of(config, setting.key)
+        if "CPUs" in setting.only_with and value != setting.default:
+            section, _, name = setting.key.rpartition(".")
+            setattr(value_of(config, section), name, setting.default)
+            print(f"{setting.key}={value}: left out, because the cluster runs on GPUs")
 
 
 def place(config: Config, cluster: Cluster) -> Placement:
@@ -140,15 +140,15 @@ def place(config: Config, cluster: Cluster) -> Placement:
     return Placement(placed, rewards)
 
 
-def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> int:
+def _take(free: list[Bundle], bundle: Bundle, purpose: str, cluster: Cluster) -> int:
     for node, room in enumerate(free):
         if all(room[resource] + 1e-9 >= amount for resource, amount in bundle.items()):
             for resource, amount in bundle.items():
                 room[resource] -= amount
             return node
-    asked = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
+    request = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
     raise ConfigError(
-        f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}. "
+        f"the run does not fit on {cluster_in_words(cluster)}: no node has {request} left for {purpose}. "
         "Describe more nodes, or lower policy.data_parallel, rollout.replicas, rollout.tensor_parallel or "
         "resources.cpus_per_worker."
     )
@@ -170,12 +170,14 @@ def cluster_in_words(cluster: Cluster) -> str:
 
 def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, list[int]]:
     """Number the actors of each role on a node. A colocated engine counts at its first GPU."""
-    found: dict[str, list[int]] = {}
+    by_role: dict[str, list[int]] = {}
     for request in role_requests(config):
         nodes = placement.pools[request.pool] if request.pool else placement.rewards
         step = config.rollout.tensor_parallel if _shares_training(config, request.role) else 1
-        found[request.role] = [i for i in range(request.actors) if nodes[ranks_of_engine(i, step)[0]] == node]
-    return {role: numbers for role, numbers in found.items() if numbers}
+        by_role[request.role] = [
+            i for i in range(request.actors) if nodes[ranks_of_engine(i, step)[0]] == node
+        ]
+    return {role: numbers for role, numbers in by_role.items() if numbers}
 
 
 def _shares_training(config: Config, role: str) -> bool:
@@ -203,15 +205,15 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
         if isinstance(config, Config):
             _check_cpus(config)
         return
-    asked = reserved(config, "GPU")
-    if asked > config.gpus and not (dry_run and config.gpus == 0):
+    gpu_count = reserved(config, "GPU")
+    if gpu_count > config.gpus and not (dry_run and config.gpus == 0):
         settings = (
             "policy.data_parallel, rollout.replicas or rollout.tensor_parallel"
             if config.samples
             else "policy.data_parallel"
         )
         raise ConfigError(
-            f"the run asks for {asked:g} GPUs and this machine has {config.gpus}. Lower {settings}, "
+            f"the run asks for {gpu_count:g} GPUs and this machine has {config.gpus}. Lower {settings}, "
             f"{ELSEWHERE}."
         )
 

@@ -105,14 +105,16 @@ def check_image_pixels(pixels: ImagePixelsConfig) -> None:
         )
 
 
-def _check_prompt(config: Config, which: str, prompt: Any) -> None:
+def _check_prompt(config: Config, subject: str, prompt: Any) -> None:
     if isinstance(prompt, list) and _lacks_template(config):
         raise ConfigError(
-            f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat "
+            f"{subject} are chat messages, but the tokenizer of model.path={config.model.path} has no chat "
             "template."
         )
     if isinstance(prompt, str) and config.data.system_prompt:
-        raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages. Remove it.")
+        raise ConfigError(
+            f"{subject} are texts, but data.system_prompt goes before chat messages. Remove it."
+        )
 
 
 def _lacks_template(config: Config) -> bool:

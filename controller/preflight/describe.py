@@ -38,9 +38,11 @@ def describe(config: TrainingConfig, *, everything: bool = False) -> str:
 
 def settings_page(schema: type[TrainingConfig] = Config) -> str:
     blocks = []
-    for section, found in groupby(settings(schema()), key=lambda setting: setting.key.partition(".")[0]):
+    for section, section_settings in groupby(
+        settings(schema()), key=lambda setting: setting.key.partition(".")[0]
+    ):
         blocks.append(f"== {section} ==")
-        blocks += [_setting_entry(setting, schema.conditions) for setting in found]
+        blocks += [_setting_entry(setting, schema.conditions) for setting in section_settings]
     return "\n".join(blocks)
 
 
@@ -51,8 +53,8 @@ def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
 def _setting_entry(setting: Setting, conditions: Conditions) -> str:
     default = "must be set" if setting.required else f"default {setting.default!r}"
     facts = ", ".join(fact for fact in (setting.type.__name__, default, setting.range) if fact)
-    told = f"{setting.doc} {effect_words(conditions, setting.only_with)}"
-    doc = textwrap.fill(told, width=100, initial_indent="    ", subsequent_indent="    ")
+    text = f"{setting.doc} {effect_words(conditions, setting.only_with)}"
+    doc = textwrap.fill(text, width=100, initial_indent="    ", subsequent_indent="    ")
     return f"{setting.key}  ({facts})\n{doc}"
 
 
@@ -85,8 +87,8 @@ def _role_line(request: RoleRequest) -> str:
     gpus = f", {request.gpus:g} GPU" if request.gpus else ""
     last = request.actors - 1
     bundles = "0" if last == 0 else f"0..{last}"
-    where = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
-    return f"{request.role}: {counted(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {where}"
+    place = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
+    return f"{request.role}: {counted(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {place}"
 
 
 def _sizes(config: TrainingConfig) -> list[str]:

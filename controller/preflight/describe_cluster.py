@@ -53,7 +53,9 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
         )
         return
     host = host_memory(config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", [])))
-    sizes = ", ".join(f"{role} {each['sizes']['parameters']:,}" for role, each in memory.roles.items())
+    sizes = ", ".join(
+        f"{role} {measurement['sizes']['parameters']:,}" for role, measurement in memory.roles.items()
+    )
     print("\n".join([f"parameters: {sizes}", *memory_lines(config, memory, host, cluster)]))
     totals = memory_totals(config, memory, host, cluster)
     try:
@@ -67,8 +69,10 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
 def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> list[str]:
     """Write a line per node or range of idle nodes, with notes."""
     lines = [cluster_in_words(cluster)]
-    found = [(node, _roles_in_words(roles_on_node(config, placement, node))) for node in range(cluster.nodes)]
-    for words, nodes in groupby(found, key=lambda item: item[1]):
+    node_roles = [
+        (node, _roles_in_words(roles_on_node(config, placement, node))) for node in range(cluster.nodes)
+    ]
+    for words, nodes in groupby(node_roles, key=lambda item: item[1]):
         numbers = [node for node, _ in nodes]
         lines.append(f"{_numbers('node', numbers)}: {words or 'idle'}")
     across = groups_across_nodes(config, placement)

@@ -50,26 +50,29 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
     if cluster.gpus and not cluster.gpu:
         print("not predicted: name the card in --cluster, as in gpu=H100")
         return
-    problem, told = read_problem(config, cluster, options, prompts)
+    problem, source_lines = read_problem(config, cluster, options, prompts)
     workload = problem.workload
     layout = layout_of(config, cluster)
-    found = problem.seconds(layout)
+    step_time = problem.seconds(layout)
     tokens = workload.totals[0]
     gpus = max(layout.gpus, cluster.nodes * cluster.gpus)
-    tried = {words: problem.seconds(each) for words, each in changes(layout).items()}
-    gains = sorted(((found.seconds / each.seconds, words) for words, each in tried.items()), reverse=True)
+    variant_times = {words: problem.seconds(variant) for words, variant in changes(layout).items()}
+    gains = sorted(
+        ((step_time.seconds / variant_time.seconds, words) for words, variant_time in variant_times.items()),
+        reverse=True,
+    )
     below = "\n" + 11 * " "
-    shown = [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
-    helping = [f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in shown]
+    best_gains = [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
+    helping = [f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in best_gains]
     lines = [
-        *told,
+        *source_lines,
         f"tokens: responses {workload.responses.mean():,.0f} on average, at most "
         f"{workload.responses.max():,.0f}; prompts {workload.prompts.mean():,.0f}",
-        *_table(found),
-        f"{tokens / found.seconds:,.0f} tokens/s, {tokens / found.seconds / gpus:,.0f} a GPU",
-        _run_line(config, found, gpus, options.price),
-        f"idle: trainers {found.trainer_idle:.0%}, engines {found.engine_idle:.0%} of a step",
-        f"a step waits mostly for {found.limit}",
+        *_table(step_time),
+        f"{tokens / step_time.seconds:,.0f} tokens/s, {tokens / step_time.seconds / gpus:,.0f} a GPU",
+        _run_line(config, step_time, gpus, options.price),
+        f"idle: trainers {step_time.trainer_idle:.0%}, engines {step_time.engine_idle:.0%} of a step",
+        f"a step waits mostly for {step_time.limit}",
         *(["would help, if memory allows:", *helping] if helping else []),
     ]
     print("\n".join(lines))
@@ -81,9 +84,10 @@ def read_problem(
     """Return the model, work and machine of a run, and lines that name their sources. Raises ConfigError."""
     machine = machine_of(cluster)
     efficiency = Efficiency()
-    told = f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"
+    devices = cluster.gpus or int(cluster.cpus)
+    machine_line = f"one {machine.name} of {cluster.nodes} x {devices}: figures of its data sheet"
     if options.measured:
-        machine, efficiency, told = fitted_to(options.measured, machine)
+        machine, efficiency, machine_line = fitted_to(options.measured, machine)
     responses = drawn_lengths(options.response_tokens, config.longest_response)
     source = (
         options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
@@ -94,19 +98,19 @@ def read_problem(
         source = f"those of {options.lengths}"
     prompts = prompts or [config.data.max_prompt_tokens // 2]
     workload = workload_of(config, responses, prompts)
-    return Problem(shape_of(config), workload, machine, efficiency), [told, f"responses: {source}"]
+    return Problem(shape_of(config), workload, machine, efficiency), [machine_line, f"responses: {source}"]
 
 
-def _table(found: StepTime) -> list[str]:
-    rows = [(name, phase) for name, phase in found.phases.items() if phase.seconds >= 0.005] + [
-        ("step", found.step)
+def _table(step_time: StepTime) -> list[str]:
+    rows = [(name, phase) for name, phase in step_time.phases.items() if phase.seconds >= 0.005] + [
+        ("step", step_time.step)
     ]
     lines = [f"{'seconds of':12}{'predicted':>10}{'from':>10}{'to':>10}"]
     return lines + [f"{name:12}" + "".join(f"{value:10,.2f}" for value in phase) for name, phase in rows]
 
 
-def _run_line(config: Config, found: StepTime, gpus: int, price: float) -> str:
-    hours = [config.run.steps * seconds / 3600 for seconds in found.step]
+def _run_line(config: Config, step_time: StepTime, gpus: int, price: float) -> str:
+    hours = [config.run.steps * seconds / 3600 for seconds in step_time.step]
     cost = f", {price * gpus * hours[0]:,.0f} at {price:g} a GPU-hour" if price else ""
     return (
         f"the run: {config.run.steps} steps in {hours[0]:,.1f} hours ({hours[1]:,.1f} to {hours[2]:,.1f}), "
@@ -127,7 +131,7 @@ def changes(layout: Layout) -> dict[str, Layout]:
     even = dp % 2 == 0 and half > 0
     fewer = f"policy.data_parallel={dp // 2}"
     apart = {"placement": "apart", "staleness": 1, "dp": dp // 2, "engines": half, "replicate": 1}
-    more = {"dp": dp + engines // 2 * tp * dp // layout.ranks, "engines": engines // 2, "replicate": 1}
+    more_ranks = {"dp": dp + engines // 2 * tp * dp // layout.ranks, "engines": engines // 2, "replicate": 1}
     less = {"dp": dp // 2, "engines": engines + half, "replicate": 1}
     possible: list[tuple[bool, str, dict[str, Any]]] = [
         (True, "policy.max_tokens_per_micro_batch doubled", {"max_tokens": 2 * layout.max_tokens}),
@@ -147,12 +151,12 @@ def changes(layout: Layout) -> dict[str, Layout]:
         (shared and even, f"rollout.placement=apart, rollout.max_staleness=1, {fewer}", apart),
         (not shared, f"rollout.max_staleness={layout.staleness + 1}", {"staleness": layout.staleness + 1}),
         (not shared and even, f"{fewer}, rollout.replicas={engines + half}", less),
-        (not shared, f"policy.data_parallel={more['dp']}, rollout.replicas={engines // 2}", more),
+        (not shared, f"policy.data_parallel={more_ranks['dp']}, rollout.replicas={engines // 2}", more_ranks),
     ]
-    tried = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
+    layouts = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
     valid = layout.gpus, True
     return {
-        name: each
-        for name, each in tried.items()
-        if each != layout and (each.gpus, each.engines > 0) == valid
+        name: variant
+        for name, variant in layouts.items()
+        if variant != layout and (variant.gpus, variant.engines > 0) == valid
     }

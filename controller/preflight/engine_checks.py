@@ -125,8 +125,8 @@ def _check_sampling(key: str, sampling: SamplingConfig) -> None:
 
 
 def samplings(config: Config) -> dict[str, SamplingConfig]:
-    found = {config.sampling_key: config.rollout.sampling}
-    return found | ({"validation.sampling": config.validation.sampling} if config.data.validation else {})
+    by_key = {config.sampling_key: config.rollout.sampling}
+    return by_key | ({"validation.sampling": config.validation.sampling} if config.data.validation else {})
 
 
 def check_turns(config: Config) -> None:

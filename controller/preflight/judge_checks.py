@@ -13,7 +13,7 @@ from workers.errors import ConfigError, raise_all
 def check_judge(config: Config) -> None:
     """Raise ConfigError for a judge that cannot answer, or whose answers have no effect."""
     judge = config.reward.judge
-    others = config.rollout.samples_per_prompt - 1
+    other_samples = config.rollout.samples_per_prompt - 1
     check_engine_options(judge.engine)
     longest = positions(read_model_files(config.judge_model.path, "reward.judge.model").text)
     if judge.function:
@@ -36,8 +36,11 @@ def check_judge(config: Config) -> None:
             "Set score"
         ),
         f"opponents={judge.opponents}": pairwise
-        and judge.opponents > others
-        and f"a response has {others} others of its prompt. Lower it, or raise rollout.samples_per_prompt",
+        and judge.opponents > other_samples
+        and (
+            f"a response has {other_samples} others of its prompt. Lower it, or raise "
+            "rollout.samples_per_prompt"
+        ),
         "form": pairwise
         and config.data.validation
         and alone

@@ -65,13 +65,13 @@ class Memory:
         """Memory of each role and of the pass, on the largest stage, by pass such as `policy.update`."""
         if self.problem:
             return {}
-        found: dict[str, Parts] = {}
+        by_pass: dict[str, Parts] = {}
         for role, measured in self.roles.items():
             for stage, peaks in enumerate(measured["stages"]):
                 for call in [call for call in peaks if call != "states"]:
                     parts = self._kept(stage) | {"the pass": (peaks[call] - peaks["states"]) / GIB}
-                    found[f"{role}.{call}"] = max(found.get(f"{role}.{call}", {}), parts, key=_total)
-        return found
+                    by_pass[f"{role}.{call}"] = max(by_pass.get(f"{role}.{call}", {}), parts, key=_total)
+        return by_pass
 
     @property
     def kept(self) -> Parts:
@@ -80,8 +80,8 @@ class Memory:
         return max(map(self._kept, stages), key=_total, default={})
 
     def _kept(self, stage: int) -> Parts:
-        found = {role: measured["stages"][stage]["states"] / GIB for role, measured in self.roles.items()}
-        return {role: gib for role, gib in found.items() if gib > 0}
+        state_gib = {role: measured["stages"][stage]["states"] / GIB for role, measured in self.roles.items()}
+        return {role: gib for role, gib in state_gib.items() if gib > 0}
 
 
 def _total(parts: Parts) -> float:
@@ -108,7 +108,9 @@ def fit_checkpointing(config: Checked, gpu_gib: float) -> Checked:
             break
         if needed <= room and lighter < math.inf:
             layers = {
-                each["sizes"]["layers"] for each in memory.roles.values() if "update" in each["stages"][0]
+                measurement["sizes"]["layers"]
+                for measurement in memory.roles.values()
+                if "update" in measurement["stages"][0]
             }
             lighter_layers = (
                 int(min(layers) * (room - needed) / (lighter - needed)) if len(layers) == 1 else 0
@@ -136,28 +138,30 @@ def measure(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> Memory:
         return heavier
     lighter = _measure(_with(config, LIGHTER[mode]), layers)
     roles = heavier.roles if lighter.problem else lighter.roles
-    return Memory({role: _between(each, roles[role], count) for role, each in heavier.roles.items()})
+    return Memory(
+        {role: _between(measurement, roles[role], count) for role, measurement in heavier.roles.items()}
+    )
 
 
 def _between(heavier: dict[str, Any], lighter: dict[str, Any], count: int) -> dict[str, Any]:
     share = max(0.0, 1 - count / heavier["sizes"]["layers"])
     stages = [
-        {name: size + share * (other[name] - size) for name, size in stage.items()}
-        for stage, other in zip(heavier["stages"], lighter["stages"], strict=True)
+        {name: size + share * (lighter_stage[name] - size) for name, size in stage.items()}
+        for stage, lighter_stage in zip(heavier["stages"], lighter["stages"], strict=True)
     ]
     return heavier | {"stages": stages}
 
 
 def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
     """Measure, or take the answer to the same request from the cache."""
-    asked = request(config, layers)
-    kept = _cache_file(asked)
-    if kept.is_file():
-        return Memory(json.loads(kept.read_text()))
+    trace_request = request(config, layers)
+    cache_file = _cache_file(trace_request)
+    if cache_file.is_file():
+        return Memory(json.loads(cache_file.read_text()))
     with log_if_slow(print, "measuring the memory on a simulated GPU, once for this layout"):
-        memory = _measured(asked)
+        memory = _measured(trace_request)
     if not memory.problem:
-        _keep(kept, json.dumps(memory.roles))
+        _keep(cache_file, json.dumps(memory.roles))
     return memory
 
 
@@ -206,8 +210,8 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         "tokens": {
             call: limits.max_tokens * sharing
             for name, limits in config.limits.items()
-            for of, _, call in [name.partition(".")]
-            if of == role
+            for pass_role, _, call in [name.partition(".")]
+            if pass_role == role
         },
         "cpu_offload": _is_offloaded(config, role),
         "optimizer_offload": _offloads_optimizer(config, role),
@@ -222,13 +226,13 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
 
 def _images(config: TrainingConfig, files: ModelFiles, role: str) -> dict[str, Any]:
     """Return `memory_trace.Role.images`: nothing for a model of text, or without a processor's files."""
-    found = [file.read_text() for name in PROCESSORS if (file := files.folder / name).is_file()]
-    if "vision_config" not in files.description or not found:
+    processor_texts = [file.read_text() for name in PROCESSORS if (file := files.folder / name).is_file()]
+    if "vision_config" not in files.description or not processor_texts:
         return {}
     cap = config.limits[f"{role}.update"].max_patches if role == "policy" else 0
     return {
         "folder": str(files.folder),
-        "processor": found,  # for the cache
+        "processor": processor_texts,  # for the cache
         "pixels": value_of(config, "data.image_pixels.max"),
         "prompt": config.data.max_prompt_tokens if isinstance(config, Config) else config.longest_sequence,
         "update": int(cap / image_flops(files.description)[2]),
@@ -248,14 +252,14 @@ def _section(role: str) -> str:
     return role.partition(" ")[0].replace("reward_model", "reward.model")
 
 
-def _cache_file(asked: Mapping[str, Any]) -> Path:
+def _cache_file(trace_request: Mapping[str, Any]) -> Path:
     """Name an answer by the request and all code that it depends on."""
     key = hashlib.sha256(
-        json.dumps([asked, *map(version, ("torch", "transformers"))], sort_keys=True).encode()
+        json.dumps([trace_request, *map(version, ("torch", "transformers"))], sort_keys=True).encode()
     )
-    functions = [role["optimizer"].get("function") for role in asked["roles"].values()]
-    own = [source_file(function) for function in functions if function]
-    for source in sorted([*WORKERS.rglob("*.py"), *filter(None, own)]):
+    functions = [role["optimizer"].get("function") for role in trace_request["roles"].values()]
+    source_files = [source_file(function) for function in functions if function]
+    for source in sorted([*WORKERS.rglob("*.py"), *filter(None, source_files)]):
         key.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "ballast" / "memory" / f"{key.hexdigest()[:32]}.json"
@@ -264,18 +268,18 @@ def _cache_file(asked: Mapping[str, Any]) -> Path:
 def _keep(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole = file.with_suffix(f".{os.getpid()}")
-        whole.write_text(text)
-        whole.replace(file)
+        temporary_file = file.with_suffix(f".{os.getpid()}")
+        temporary_file.write_text(text)
+        temporary_file.replace(file)
     except OSError:
         pass  # without a writable home, every run measures again
 
 
-def _measured(asked: Mapping[str, Any]) -> Memory:
+def _measured(trace_request: Mapping[str, Any]) -> Memory:
     try:
         process = subprocess.run(
             [sys.executable, "-m", "workers.model.memory.memory_trace"],
-            input=json.dumps(asked),
+            input=json.dumps(trace_request),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
             text=True,
             capture_output=True,
@@ -287,13 +291,15 @@ def _measured(asked: Mapping[str, Any]) -> Memory:
         words = (process.stderr.strip().splitlines() or ["no word"])[-1]
         return Memory({}, f"the measuring process ended with {process.returncode}: {words}")
     roles = json.loads(process.stdout.splitlines()[-1])
-    problems = [f"{role}: {each['problem']}" for role, each in roles.items() if "problem" in each]
+    problems = [
+        f"{role}: {measurement['problem']}" for role, measurement in roles.items() if "problem" in measurement
+    ]
     return Memory(roles, "".join(problems[:1]))
 
 
 def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     """Add up GiB of the first node's host memory, with `ranks` policy workers including rank 0."""
-    sizes = {role: each["sizes"] for role, each in memory.roles.items()}
+    sizes = {role: measurement["sizes"] for role, measurement in memory.roles.items()}
     share = ranks * config.policy.parallel.replicate / config.training_workers  # share of a model
     parts = {"model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB}
     for role, size in sizes.items():
@@ -413,8 +419,10 @@ def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
         key = f"{_section(largest)}.cpu_offload"
         possible = value_of(config, f"{largest}.optimizer").offloads if largest in LEARNING else ("true",)
-        more = possible[possible.index(now) + 1 :] if (now := value_of(config, key)) in possible else possible
-        return "raise policy.data_parallel" + (f", or set {key}={more[0]}" if more else "")
+        options = (
+            possible[possible.index(now) + 1 :] if (now := value_of(config, key)) in possible else possible
+        )
+        return "raise policy.data_parallel" + (f", or set {key}={options[0]}" if options else "")
     role, _, call = name.partition(".")
     cap = config.limits[f"{role.partition(' ')[0]}.{call}"].cap
     if name.endswith("update") and config.model.gradient_checkpointing == "none":

@@ -45,14 +45,16 @@ def measured(folder: Path) -> Measured:
     _, (prompt,) = recorded_lengths(folder)
     gpus = config.training_workers if config.uses_gpus else 0
     layout = layout_of(config, Cluster(1, cpus=config.training_workers, gpus=gpus, gpu_gib=80))
-    kept = [record for record in records if record["samples"] and record["micro_steps"]]
-    steps = [_step(config, record, times[record["step"]], prompt) for record in kept]
+    usable_records = [record for record in records if record["samples"] and record["micro_steps"]]
+    steps = [_step(config, record, times[record["step"]], prompt) for record in usable_records]
     return Measured(
         shape_of(config),
         layout,
-        np.array([row for record in kept for row in _micro_steps(record)], np.float64).reshape(-1, 3),
+        np.array([row for record in usable_records for row in _micro_steps(record)], np.float64).reshape(
+            -1, 3
+        ),
         [(work, seconds) for work, seconds, _ in steps],
-        [times[record["step"]]["time/weights_s"] for record in kept],
+        [times[record["step"]]["time/weights_s"] for record in usable_records],
         [rest for *_, rest in steps],
     )
 

@@ -104,10 +104,10 @@ def workload_of(config: Config, responses: Sequence[int], prompts: Sequence[int]
     rng = np.random.default_rng(0)
     count = config.batch.prompts_per_step
     sampled = rng.permutation(_spread(responses, config.sequences_per_step))
-    asked = np.repeat(rng.permutation(_spread(prompts, count)), config.rollout.samples_per_prompt)
+    prompt_tokens = np.repeat(rng.permutation(_spread(prompts, count)), config.rollout.samples_per_prompt)
     passes = (config.has_forward_pass, config.uses_reference, config.uses_teacher, config.uses_critic)
     return Workload(
-        asked,
+        prompt_tokens,
         np.maximum(1, np.minimum(sampled, config.longest_response)),
         config.rollout.samples_per_prompt,
         updates=config.updates_per_step,

@@ -40,8 +40,8 @@ def _check_tracker(name: str, command: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    found = find_spec(package)
-    return found is not None and found.origin is not None  # a folder, such as W&B's ./wandb, has no origin
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder, such as W&B's ./wandb, has no origin
 
 
 def _check_wandb() -> None:
@@ -60,9 +60,9 @@ def _check_wandb() -> None:
     except wandb.Error as error:
         raise ConfigError(f"tracking.wandb=true: {error}") from None
     except ValidationError as error:
-        found = error.errors()[0]
-        variable = "_".join(["WANDB", *map(str, found["loc"])]).upper()
-        raise ConfigError(f"tracking.wandb=true: {variable}: {found['msg']}.") from None
+        problem = error.errors()[0]
+        variable = "_".join(["WANDB", *map(str, problem["loc"])]).upper()
+        raise ConfigError(f"tracking.wandb=true: {variable}: {problem['msg']}.") from None
     if key is None:
         raise ConfigError(
             f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`. "
@@ -82,8 +82,8 @@ def _check_mlflow(address: str) -> None:
             "MLflow server."
         )
     if wrong := _wrong_with(address):
-        shown = re.sub(r"//.*@", "//...@", address)  # it may hold a password
-        raise ConfigError(f"tracking.mlflow=true: MLFLOW_TRACKING_URI={shown} {wrong}.")
+        safe_address = re.sub(r"//.*@", "//...@", address)  # it may hold a password
+        raise ConfigError(f"tracking.mlflow=true: MLFLOW_TRACKING_URI={safe_address} {wrong}.")
 
 
 def _wrong_with(address: str) -> str:

@@ -257,10 +257,10 @@ OPTIMIZER_STEPS = "run.steps * batch.mini_batches * batch.epochs"
 
 
 def check_counts(config: Config) -> None:
-    whole = config.sequences_per_step
+    sequences = config.sequences_per_step
     smallest = config.mini_batch_sizes[-1]
-    product = f"batch.prompts_per_step * rollout.samples_per_prompt = {whole} sequences"
-    if config.batch.mini_batches > whole:
+    product = f"batch.prompts_per_step * rollout.samples_per_prompt = {sequences} sequences"
+    if config.batch.mini_batches > sequences:
         raise ConfigError(
             f"batch.mini_batches={config.batch.mini_batches} is more than the {product} of a step. Lower it."
         )
@@ -272,18 +272,18 @@ def check_counts(config: Config) -> None:
         )
     advice = "batch.mini_batches, or sample more"
     of_mini_batch = f"{smallest} sequences of a mini-batch"
-    of_step = f"{whole} sequences of a step"
+    of_step = f"{sequences} sequences of a step"
     check_together(
         lambda: check_micro_batches(config, "min_micro_batches", smallest, of_mini_batch, advice),
-        lambda: check_micro_batches(config, "forward_min_micro_batches", whole, of_step, advice),
+        lambda: check_micro_batches(config, "forward_min_micro_batches", sequences, of_step, advice),
         lambda: check_optimizer(config, "policy", config.total_optimizer_steps, OPTIMIZER_STEPS),
     )
 
 
-def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: str, advice: str) -> None:
+def check_micro_batches(config: TrainingConfig, name: str, sequences: int, unit: str, advice: str) -> None:
     """Raise ConfigError if policy.`name` requires more micro-batches than there are `sequences`.
 
-    of: noun for these. advice: other settings to change.
+    unit: noun for these. advice: other settings to change.
     """
     minimum = getattr(config.policy, name)
     multiple = config.balance.count_multiple
@@ -291,5 +291,5 @@ def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: s
     if least > sequences:
         raise ConfigError(
             f"policy.{name}={minimum} and balance.count_multiple={multiple} ask for {least} micro-batches, "
-            f"none of them empty on every rank, of the {of}. Lower them, or {advice}."
+            f"none of them empty on every rank, of the {unit}. Lower them, or {advice}."
         )

@@ -102,20 +102,20 @@ class AsyncRolloutBuffer(RolloutBuffer):
         """Return unfinished responses and sessions of these prompts, by seed."""
         now = self.roles.rollouts.partial_responses()
         requests = [request for request in self._generation.router.unfinished if request.uid in uids]
-        found = {request.seed: now.get(request.seed, request.begun) for request in requests}
-        return {seed: response for seed, response in found.items() if response is not None}
+        partials = {request.seed: now.get(request.seed, request.begun) for request in requests}
+        return {seed: response for seed, response in partials.items() if response is not None}
 
     def collect(self, step: int) -> RolloutBatch:
         """Wait for the step's groups and return their samples."""
         wanted = self.config.batch.prompts_per_step
         with self.record.console.samples(wanted) as advance:
-            shown = 0
-            while not (taken := self.schedule.take()):
+            progress = 0
+            while not (numbers := self.schedule.take()):
                 self._read(POLL_SECONDS)
                 ready = min(wanted, len(self.schedule.in_state(GroupState.READY)))
-                advance(ready - shown)
-                shown = ready
-        groups = [self._groups[number] for number in taken]
+                advance(ready - progress)
+                progress = ready
+        groups = [self._groups[number] for number in numbers]
         released = self._released
         self._released = []
         rollout = self._rollout([*groups, *released])
@@ -162,8 +162,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _has_signal(self, group: Group) -> bool:
         drop_failed = self.config.reward.on_failure == "drop"
         try:
-            found = assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)
-            shaped = self.shaped(self.without_dropped(found))
+            rollout = assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)
+            shaped = self.shaped(self.without_dropped(rollout))
         except RolloutError:  # none of its samples was finished, or each was dropped
             return False
         return bool(self.has_signal(shaped.batch, shaped).any())
@@ -216,11 +216,11 @@ class AsyncRolloutBuffer(RolloutBuffer):
             requests = sample_requests(
                 self.config, [group.prompt], self.config.rollout.samples_per_prompt, step
             )
-            there = {*group.finished, *(result.key for result in group.dropped)}
+            keys = {*group.finished, *(result.key for result in group.dropped)}
             self._generation.router.submit(
                 replace(request, begun=stored.partial.get(request.seed), priority=number)
                 for request in requests
-                if request.key not in there
+                if request.key not in keys
             )
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
@@ -258,8 +258,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
 def _stored(group: Group) -> list[FinishedSample]:
     blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.finished.values())}
-    found = [
+    samples = [
         FinishedSample(result, [blocks[block].row(row) for row in result.rows], group.scores.get(key))
         for key, (result, block) in sorted(group.finished.items())
     ]
-    return found + [FinishedSample(result, [], None) for result in group.dropped]
+    return samples + [FinishedSample(result, [], None) for result in group.dropped]

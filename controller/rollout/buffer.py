@@ -82,7 +82,7 @@ class RolloutBuffer:
     @property
     def reads_texts(self) -> bool:
         """Whether the responses of all of a step's samples are read."""
-        named = any("response" in own.names for own in self.functions.values())
+        named = any("response" in function.names for function in self.functions.values())
         return named or self.config.run.record_samples or self.record.shows_all
 
     def begin(self) -> None:
@@ -100,21 +100,21 @@ class RolloutBuffer:
         wanted = self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.zero_variance_groups == "replace" else 1
         rounds: list[RolloutBatch] = []
-        kept: list[RemoteBatch] = []
+        batches: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
         while wanted and len(rounds) < limit:
             prompts = self.next_prompts(wanted)
             by_uid |= {prompt.uid: prompt for prompt in prompts}
-            found = self.roll_out(
+            rollout = self.roll_out(
                 prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step
             )
-            rounds.append(self.with_baseline(self.shaped(self.without_dropped(found)), prompts, step))
+            rounds.append(self.with_baseline(self.shaped(self.without_dropped(rollout)), prompts, step))
             self.scored(rounds[-1])
-            kept.append(self.keep_groups_with_signal(rounds[-1].rows, rounds[-1]))
-            wanted -= len(np.unique(kept[-1]["uid"]))
+            batches.append(self.keep_groups_with_signal(rounds[-1].rows, rounds[-1]))
+            wanted -= len(np.unique(batches[-1]["uid"]))
         if limit > 1:
             self.log_missing(step, wanted)
-        return self.with_trained(RolloutBatch.concat(rounds), RemoteBatch.concat(kept), by_uid)
+        return self.with_trained(RolloutBatch.concat(rounds), RemoteBatch.concat(batches), by_uid)
 
     def with_trained(
         self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]
@@ -124,16 +124,18 @@ class RolloutBuffer:
             "truncated samples dropped", ["reward.truncated=drop"] * rollout.truncated_dropped
         )
         for key in ("algorithm.advantage_function", "batch.replay.by"):
-            if own := self.functions.get(key):
+            if custom_function := self.functions.get(key):
                 names = [
-                    name for name in own.names if name not in (*OFFERED, "advantage") or name == "response"
+                    name
+                    for name in custom_function.names
+                    if name not in (*OFFERED, "advantage") or name == "response"
                 ]
                 batch = batch.with_columns(**columns_of(batch, names, rollout.by_sample, self.record_of))
         return replace(rollout, trained=with_record_columns(batch, prompts, self.config.loss_columns))
 
     def record_of(self, uid: str) -> Record:
-        (found,) = self.prompts.take(int(uid), 1)
-        return found.columns
+        (prompt,) = self.prompts.take(int(uid), 1)
+        return prompt.columns
 
     def scored(self, rollout: RolloutBatch) -> None:
         """Tell data.sampler the rewards of groups."""
@@ -148,8 +150,8 @@ class RolloutBuffer:
         self._left = self._left[count:]
         start = self.position
         self.position = self.position + count - len(first)
-        left = [prompt for place in first for prompt in self.prompts.take(place, 1)]
-        return left + self.prompts.take(start, self.position - start)
+        leftovers = [prompt for place in first for prompt in self.prompts.take(place, 1)]
+        return leftovers + self.prompts.take(start, self.position - start)
 
     def log_missing(self, step: int, groups: int) -> None:
         rounds = self.config.algorithm.max_sampling_rounds
@@ -185,8 +187,10 @@ class RolloutBuffer:
             tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
             penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
             rollout = rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
-        if own := self.functions.get("reward.shaping"):
-            rewards = own(columns_of(rollout.batch, own.names, rollout.by_sample, self.record_of))
+        if custom_function := self.functions.get("reward.shaping"):
+            rewards = custom_function(
+                columns_of(rollout.batch, custom_function.names, rollout.by_sample, self.record_of)
+            )
             rollout = rollout.with_rewards(rewards, "shaping")
         return rollout
 
@@ -263,11 +267,14 @@ class RolloutBuffer:
         With algorithm.group_filter, if that keeps the group.
         """
         trained = np.unique(learned(batch, self.config.reward)["uid"])
-        if own := self.functions.get("algorithm.group_filter"):
+        if custom_function := self.functions.get("algorithm.group_filter"):
             samples = batch.select(np.unique(sample_numbers(batch), return_index=True)[1])
             groups = [samples.select(samples["uid"] == uid) for uid in trained]
-            kept = [own(columns_of(each, own.names, rollout.by_sample, self.record_of)) for each in groups]
-            return np.isin(batch["uid"], trained[np.array(kept, bool)])
+            decisions = [
+                custom_function(columns_of(group, custom_function.names, rollout.by_sample, self.record_of))
+                for group in groups
+            ]
+            return np.isin(batch["uid"], trained[np.array(decisions, bool)])
         return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
 
 
@@ -295,7 +302,9 @@ class SamplingRound:
         """
         self.adapter = buffer.roles.rollouts.adapter(adapter, version) if adapter else 0
         requests = sample_requests(buffer.config, prompts, samples, step)
-        self.requests = [replace(each, adapter=self.adapter) for each in requests] if adapter else requests
+        self.requests = (
+            [replace(request, adapter=self.adapter) for request in requests] if adapter else requests
+        )
         if seed is not None:
             names = {prompt.uid: prompt.ids.tobytes().hex() for prompt in prompts}
             self.requests = [
@@ -324,10 +333,10 @@ class SamplingRound:
     def done(self) -> bool:
         return self._generation.router.done
 
-    def _receive(self, found: list[SampleResult], block: ObjectRef) -> None:
-        self._found.update({result.key: (result, block) for result in found})
-        self._scoring.submit(found, block, self._prompts)
-        self.advance(len(found))
+    def _receive(self, results: list[SampleResult], block: ObjectRef) -> None:
+        self._found.update({result.key: (result, block) for result in results})
+        self._scoring.submit(results, block, self._prompts)
+        self.advance(len(results))
 
     def result(self) -> RolloutBatch:
         """Wait for the scores, and join them with the finished samples in order. Raises as `assemble`."""
@@ -348,8 +357,8 @@ def sample_requests(
     config: Config, prompts: Sequence[Prompt], samples: int, step: int
 ) -> list[SampleRequest]:
     """Return `samples` requests per prompt, group by group, sharing their arrays and images."""
-    known: dict[int, ObjectRef] = {}
-    shared = [(prompt, _start(config, prompt), stored(prompt.images, known)) for prompt in prompts]
+    image_refs: dict[int, ObjectRef] = {}
+    shared = [(prompt, _start(config, prompt), stored(prompt.images, image_refs)) for prompt in prompts]
     return [
         SampleRequest(
             prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start, images=images

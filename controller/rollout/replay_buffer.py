@@ -80,8 +80,8 @@ class ReplayBuffer:
         if KEPT_ADVANTAGES not in batch.columns:
             return new
         self._remember(learned(new, self.config.reward))
-        kept = batch[KEPT_ADVANTAGES][len(new) :]
-        return batch.with_columns(advantages=np.concatenate([new["advantages"], kept]))
+        old_advantages = batch[KEPT_ADVANTAGES][len(new) :]
+        return batch.with_columns(advantages=np.concatenate([new["advantages"], old_advantages]))
 
     def _remember(self, new: RemoteBatch) -> None:
         is_good = new["advantages"] > 0
@@ -92,5 +92,5 @@ class ReplayBuffer:
         columns = {name: column for name, column in good.columns.items() if name not in OF_A_STEP}
         tokens = {name: good.tokens[name] for name in SAMPLED_COLUMNS if name in good.tokens}
         good = RemoteBatch(columns | {KEPT_ADVANTAGES: good["advantages"]}, tokens)
-        before = [self.rows.select(~np.isin(self.rows["uid"], new["uid"]))] if len(self.rows) else []
-        self.rows = RemoteBatch.concat([*before, good])
+        old_rows = [self.rows.select(~np.isin(self.rows["uid"], new["uid"]))] if len(self.rows) else []
+        self.rows = RemoteBatch.concat([*old_rows, good])

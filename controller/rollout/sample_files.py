@@ -63,8 +63,12 @@ class StoredSamples:
 
 def write_samples(path: Path, samples: StoredSamples) -> None:
     """Write a file and replace `path` when it is complete. Raises OutputError."""
-    responses = {seed: found for seed, found in samples.partial.items() if isinstance(found, Response)}
-    sessions = {seed: found for seed, found in samples.partial.items() if isinstance(found, SessionRecord)}
+    responses = {
+        seed: response for seed, response in samples.partial.items() if isinstance(response, Response)
+    }
+    sessions = {
+        seed: session for seed, session in samples.partial.items() if isinstance(session, SessionRecord)
+    }
     partial = [{name: getattr(response, name) for name in PARTIAL} for response in responses.values()]
     nodes = [node for session in sessions.values() for node in session.nodes]
     turns = [
@@ -80,7 +84,7 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
         ],
     }
     arrays = {"records": _as_bytes(records)} | {
-        name: found for name, found in routed.items() if found is not None
+        name: experts for name, experts in routed.items() if experts is not None
     }
     arrays |= _packed("turns", DataProto.from_rows(turns))
     arrays |= _packed(
@@ -96,20 +100,20 @@ def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
     with _opened(path) as arrays:
         records = _from_bytes(arrays["records"])
-        found, turns = (
+        sample_rows, turns = (
             _rows(_unpacked(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS
         )
-        images = _unpacked_images(arrays, len(found) + len(turns))
-        rows = iter(zip(found, images, strict=False))
+        images = _unpacked_images(arrays, len(sample_rows) + len(turns))
+        rows = iter(zip(sample_rows, images, strict=False))
         finished = [_finished(record, rows) for record in records["finished"]]
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"])
             for row in _rows(_unpacked("partial", arrays))
         ]
         routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
-        given = zip(turns, images[len(found) :], routed, strict=True)
+        turn_parts = zip(turns, images[len(sample_rows) :], routed, strict=True)
         sessions = {
-            seed: SessionRecord(tuple(_node(turn, *next(given)) for turn in nodes), rewards)
+            seed: SessionRecord(tuple(_node(turn, *next(turn_parts)) for turn in nodes), rewards)
             for seed, rewards, nodes in records.get("sessions", ())
         }
         return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)) | sessions)
@@ -127,18 +131,24 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     arrays = _columns("added", added)
     # Hashes of prefixes and branches follow from the tokens.
     left_out = ("prefix_hashes", "branches", IMAGES)
-    kept = {name: column for name, column in samples.columns.items() if name not in left_out}
-    arrays |= {f"columns.{name}": column for name, column in kept.items()}
-    arrays["columns.branches"] = np.array([len(found) for found in samples["branches"]], dtype=np.int64)
+    columns = {name: column for name, column in samples.columns.items() if name not in left_out}
+    arrays |= {f"columns.{name}": column for name, column in columns.items()}
+    arrays["columns.branches"] = np.array([len(branches) for branches in samples["branches"]], dtype=np.int64)
     arrays["trained"] = np.array([row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64)
     arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
     if IMAGES in samples.columns:
         pairs = zip(samples[IMAGES], samples["branches"], strict=True)
         arrays |= _packed_images(
-            [each for own, branches in pairs for each in (own, *(b.images for b in branches))]
+            [
+                images
+                for row_images, branches in pairs
+                for images in (row_images, *(b.images for b in branches))
+            ]
         )
-    found = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
-    tokens = _fetched([(ref, row + n) for (ref, _, row), branches in found for n in range(1 + len(branches))])
+    placed_branches = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
+    tokens = _fetched(
+        [(ref, row + n) for (ref, _, row), branches in placed_branches for n in range(1 + len(branches))]
+    )
     _write(path, arrays | _packed("tokens", tokens))
 
 
@@ -163,28 +173,36 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         images = _unpacked_images(arrays, len(tokens))
     first = np.cumsum(branches + 1) - branches - 1
     spans = [slice(start, start + 1 + n) for start, n in zip(first.tolist(), branches.tolist(), strict=True)]
-    each = [([tokens.row(row) for row in range(span.start, span.stop)], images[span]) for span in spans]
+    sample_rows = [
+        ([tokens.row(row) for row in range(span.start, span.stop)], images[span]) for span in spans
+    ]
     columns["prefix_hashes"] = object_column(
-        [_hashes(rows[0], placed[0], prompt) for (rows, placed), prompt in zip(each, prompts, strict=True)]
+        [
+            _hashes(rows[0], placed[0], prompt)
+            for (rows, placed), prompt in zip(sample_rows, prompts, strict=True)
+        ]
     )
     columns["branches"] = object_column(
-        [branches_of(rows, prompt, placed) for (rows, placed), prompt in zip(each, prompts, strict=True)]
+        [
+            branches_of(rows, prompt, placed)
+            for (rows, placed), prompt in zip(sample_rows, prompts, strict=True)
+        ]
     )
     if any(images):
-        columns[IMAGES] = object_column([placed[0] for _, placed in each])
-    kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
+        columns[IMAGES] = object_column([placed[0] for _, placed in sample_rows])
+    names = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
     block = (put or ray.put)(tokens)
-    samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in kept})
+    samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in names})
     rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
     return replace(rollout, trained=rollout.rows.select(trained).with_columns(**added))
 
 
 def write_rows(path: Path, rows: RemoteBatch) -> None:
     """Write rows to train on, with their tokens, replacing `path` when complete. Raises as `write_step`."""
-    kept = {name: column for name, column in rows.columns.items() if name not in ("prefix_hashes", IMAGES)}
+    columns = {name: column for name, column in rows.columns.items() if name not in ("prefix_hashes", IMAGES)}
     tokens = _fetched([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
     images = _packed_images(rows.columns.get(IMAGES, ()))
-    _write(path, _columns("columns", kept) | _packed("tokens", tokens) | images)
+    _write(path, _columns("columns", columns) | _packed("tokens", tokens) | images)
 
 
 def read_rows(path: Path) -> RemoteBatch:
@@ -197,8 +215,8 @@ def read_rows(path: Path) -> RemoteBatch:
         images = _unpacked_images(arrays, len(tokens))
     columns |= {IMAGES: object_column(images)} if any(images) else {}
     hashes = [_hashes(tokens.row(row), images[row], prompt) for row, prompt in prompts]
-    kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
-    return RemoteBatch.of_block(ray.put(tokens), columns | {"prefix_hashes": object_column(hashes)}, kept)
+    names = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
+    return RemoteBatch.of_block(ray.put(tokens), columns | {"prefix_hashes": object_column(hashes)}, names)
 
 
 def _columns(group: str, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -233,11 +251,16 @@ def _row_images(result: SampleResult) -> list[Placed]:
 
 def _packed_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
     """Return the places of images as JSON by row, and each content once, by digest."""
-    found = fetched(object_column(list(rows))).tolist()
-    if not any(found):
+    image_rows = fetched(object_column(list(rows))).tolist()
+    if not any(image_rows):
         return {}
-    contents = {each.image.digest: each.image for images in found for each in images}
-    places = [[(each.image.digest, each.first, each.tokens) for each in images] for images in found]
+    contents = {
+        placed_image.image.digest: placed_image.image for images in image_rows for placed_image in images
+    }
+    places = [
+        [(placed_image.image.digest, placed_image.first, placed_image.tokens) for placed_image in images]
+        for images in image_rows
+    ]
     sizes = {digest: (image.width, image.height) for digest, image in contents.items()}
     packed = {f"image.{digest}": np.frombuffer(image.data, np.uint8) for digest, image in contents.items()}
     return {IMAGES: _as_bytes({"places": places, "sizes": sizes})} | packed
@@ -247,14 +270,14 @@ def _unpacked_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Place
     """Return the images of `count` rows, in the object store."""
     if IMAGES not in arrays:
         return [()] * count
-    found = _from_bytes(arrays[IMAGES])
+    index = _from_bytes(arrays[IMAGES])
     data = _named("image", arrays)
     images = {
         digest: Image(int(digest), width, height, ray.put(data[digest].tobytes()))
-        for digest, (width, height) in found["sizes"].items()
+        for digest, (width, height) in index["sizes"].items()
     }
     return [
-        tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row) for row in found["places"]
+        tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row) for row in index["places"]
     ]
 
 
@@ -265,9 +288,9 @@ def _hashes(row: Mapping[str, np.ndarray], images: Placed, prompt: int) -> bytes
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        begun = path.with_suffix(".part.npz")
-        np.savez_compressed(begun, **arrays)  # type: ignore[arg-type]
-        begun.replace(path)
+        part_path = path.with_suffix(".part.npz")
+        np.savez_compressed(part_path, **arrays)  # type: ignore[arg-type]
+        part_path.replace(path)
 
 
 @contextmanager
@@ -321,21 +344,21 @@ def _finished(
     versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
     result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
     pairs = [next(iter(rows)) for _ in range(1 + branches)] if result.row >= 0 else []
-    found = [row for row, _ in pairs]
+    sample_rows = [row for row, _ in pairs]
     images = [placed for _, placed in pairs]
-    if found:
-        hashes = _hashes(found[0], images[0], result.prompt_tokens)
-        following = branches_of(found, result.prompt_tokens, images)
+    if sample_rows:
+        hashes = _hashes(sample_rows[0], images[0], result.prompt_tokens)
+        following = branches_of(sample_rows, result.prompt_tokens, images)
         result = replace(result, prefix_hashes=hashes, branches=following, images=images[0])
-    return FinishedSample(result, found, _score(record["score"]))
+    return FinishedSample(result, sample_rows, _score(record["score"]))
 
 
 def _turn(node: Node) -> dict[str, Any]:
     """Return a turn of a session without its tokens."""
     facts = {
-        each.name: getattr(node, each.name)
-        for each in fields(Node)
-        if each.name not in ("response", "images")
+        node_field.name: getattr(node, node_field.name)
+        for node_field in fields(Node)
+        if node_field.name not in ("response", "images")
     }
     return facts | {
         "given": len(node.given),

@@ -36,7 +36,7 @@ SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
-BRANCH_COLUMNS = tuple(each.name for each in fields(Branch))
+BRANCH_COLUMNS = tuple(column.name for column in fields(Branch))
 KEPT_ADVANTAGES = "kept_advantages"
 """Column: advantages of replayed rows, NaN for new rows."""
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
@@ -83,21 +83,21 @@ class RolloutBatch:
     @cached_property
     def last_rows(self) -> RemoteBatch:
         """The row of each sample in which the last turn was sampled."""
-        branches = np.maximum(1, [len(found) for found in self.samples["branches"]])
+        branches = np.maximum(1, [len(sample_branches) for sample_branches in self.samples["branches"]])
         return self.rows.select(np.cumsum(branches) - 1)
 
     @staticmethod
     def concat(rounds: Sequence["RolloutBatch"]) -> "RolloutBatch":
         """Join rounds of one step."""
         return RolloutBatch(
-            RemoteBatch.concat([found.samples for found in rounds]),
-            {key: score for found in rounds for key, score in found.by_sample.items()},
-            sum(found.dropped for found in rounds),
-            sum(found.retried for found in rounds),
-            tuple(failure for found in rounds for failure in found.failures),
-            sum(found.truncated_dropped for found in rounds),
-            sum(found.rounds for found in rounds),
-            _totals([found.version_tokens for found in rounds]),
+            RemoteBatch.concat([rollout.samples for rollout in rounds]),
+            {key: score for rollout in rounds for key, score in rollout.by_sample.items()},
+            sum(rollout.dropped for rollout in rounds),
+            sum(rollout.retried for rollout in rounds),
+            tuple(failure for rollout in rounds for failure in rollout.failures),
+            sum(rollout.truncated_dropped for rollout in rounds),
+            sum(rollout.rounds for rollout in rounds),
+            _totals([rollout.version_tokens for rollout in rounds]),
         )
 
     def with_reward_part(
@@ -106,11 +106,11 @@ class RolloutBatch:
         """Add weighted `values` [B], or what is `added`, to the rewards, and keep `values` as the part
         `name`.
         """
-        more = weight * values if added is None else added
+        additions = weight * values if added is None else added
         by_sample = {
             key: replace(score, reward=score.reward + add, parts=score.parts | {name: value})
             for (key, score), value, add in zip(
-                self.by_sample.items(), values.tolist(), more.tolist(), strict=True
+                self.by_sample.items(), values.tolist(), additions.tolist(), strict=True
             )
         }
         return replace(self, by_sample=by_sample)
@@ -125,16 +125,16 @@ class RolloutBatch:
 
     def without_truncated(self) -> "RolloutBatch":
         """Drop and count truncated samples. Raises RolloutError if no other is left."""
-        kept = ~self.samples["truncated"]
-        if not kept.any():
+        mask = ~self.samples["truncated"]
+        if not mask.any():
             raise RolloutError(
                 "reward.truncated=drop: every sample of this round was truncated. Set mask, or raise "
                 "rollout.sampling.max_new_tokens."
             )
-        by_sample = dict(itertools.compress(self.by_sample.items(), kept))
-        dropped = self.truncated_dropped + int(np.sum(~kept))
+        by_sample = dict(itertools.compress(self.by_sample.items(), mask))
+        dropped = self.truncated_dropped + int(np.sum(~mask))
         return replace(
-            self, samples=self.samples.select(kept), by_sample=by_sample, truncated_dropped=dropped
+            self, samples=self.samples.select(mask), by_sample=by_sample, truncated_dropped=dropped
         )
 
     def with_baseline(self, greedy: "RolloutBatch") -> "RolloutBatch":
@@ -144,12 +144,12 @@ class RolloutBatch:
         RolloutError if none is left.
         """
         rewards = {uid: score.reward for (uid, _), score in greedy.by_sample.items()}
-        kept = np.array([uid in rewards for uid in self.samples["uid"].tolist()])
-        if not kept.any():
+        mask = np.array([uid in rewards for uid in self.samples["uid"].tolist()])
+        if not mask.any():
             raise RolloutError(
                 "no prompt of this round has both samples and a greedy response to compare them with."
             )
-        samples = self.samples.select(kept)
+        samples = self.samples.select(mask)
         samples = samples.with_columns(
             greedy_reward=np.array([rewards[uid] for uid in samples["uid"].tolist()])
         )
@@ -158,7 +158,7 @@ class RolloutBatch:
             self,
             samples=samples,
             by_sample=by_sample,
-            dropped=self.dropped + int(np.sum(~kept)),
+            dropped=self.dropped + int(np.sum(~mask)),
             retried=self.retried + greedy.retried,
             failures=self.failures + greedy.failures,
         )
@@ -193,11 +193,11 @@ class RolloutBatch:
         return replace(self, samples=self.samples.light, trained=RemoteBatch({}, {}))
 
     def examples(
-        self, count: int, asked: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
+        self, count: int, texts_of: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
     ) -> list[dict[str, Any]]:
         """Return the first `count` samples, the slowest and the longest, each once, for a record.
 
-        asked: texts by a prompt's uid. characters: limit of a text.
+        texts_of: texts by a prompt's uid. characters: limit of a text.
         """
         scores = list(self.by_sample.values())
         names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
@@ -205,7 +205,7 @@ class RolloutBatch:
             {name: self.batch[name][row].item() for name in names}
             | {
                 name: shortened(text, characters)
-                for name, text in asked(self.batch["uid"][row].item()).items()
+                for name, text in texts_of(self.batch["uid"][row].item()).items()
             }
             | {"response": shortened(scores[row].response, characters)}
             | _told(scores[row], characters)
@@ -224,11 +224,12 @@ class RolloutBatch:
         starts = self.batch["prompt_tokens"]
         long = self.batch["length"] - starts > LONGEST_SENT
         rows = [row for row in self._shown(count) if long[row] and not items[row][1].response]
-        found = read([(first[row][0], first[row][2], int(starts[row])) for row in rows]) if rows else ()
-        told = {
-            items[row][0]: with_texts(items[row][1], **texts) for row, texts in zip(rows, found, strict=True)
+        read_texts = read([(first[row][0], first[row][2], int(starts[row])) for row in rows]) if rows else ()
+        new_scores = {
+            items[row][0]: with_texts(items[row][1], **texts)
+            for row, texts in zip(rows, read_texts, strict=True)
         }
-        return replace(self, by_sample=self.by_sample | told)
+        return replace(self, by_sample=self.by_sample | new_scores)
 
     def _shown(self, count: int) -> list[int]:
         slowest, longest = (
@@ -283,12 +284,16 @@ def learned(batch: RemoteBatch, reward: "RewardConfig") -> RemoteBatch:
 
 def training_rows(samples: RemoteBatch) -> RemoteBatch:
     """Replace each sample with branches by these, in order, with their lengths, prompts and tokens."""
-    branches = [found or (None,) for found in samples["branches"]]
-    each = samples.select(np.repeat(np.arange(len(samples)), [len(found) for found in branches]))
-    own = [(row, number, branch) for row, (number, branch) in enumerate(_numbered(branches)) if branch]
-    columns = {name: column.copy() for name, column in each.columns.items() if name != "branches"}
-    tokens = {name: column.copy() for name, column in each.tokens.items()}
-    for row, number, branch in own:
+    branches = [sample_branches or (None,) for sample_branches in samples["branches"]]
+    rows = samples.select(
+        np.repeat(np.arange(len(samples)), [len(sample_branches) for sample_branches in branches])
+    )
+    branch_rows = [
+        (row, number, branch) for row, (number, branch) in enumerate(_numbered(branches)) if branch
+    ]
+    columns = {name: column.copy() for name, column in rows.columns.items() if name != "branches"}
+    tokens = {name: column.copy() for name, column in rows.tokens.items()}
+    for row, number, branch in branch_rows:
         for name in columns.keys() & set(BRANCH_COLUMNS):
             columns[name][row] = getattr(branch, name)
         for column in tokens.values():
@@ -309,14 +314,14 @@ def sample_numbers(rows: RemoteBatch) -> np.ndarray:
 
 def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the mean and number of rewards of the first turns, if any turn earned one."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for turn in range(min(SHOWN_TURNS, max(map(len, earned))) if any(map(any, earned)) else 0):
-        rewards = [each[turn] for each in earned if len(each) > turn]
-        found |= {
+        rewards = [turn_rewards[turn] for turn_rewards in earned if len(turn_rewards) > turn]
+        metrics |= {
             f"turn/reward/{turn + 1}": float(np.mean(rewards)),
             f"turn/samples/{turn + 1}": float(len(rewards)),
         }
-    return found
+    return metrics
 
 
 def with_record_columns(
@@ -325,8 +330,8 @@ def with_record_columns(
     """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by
     uid.
     """
-    found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
-    return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
+    columns = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
+    return batch.with_columns(**{name: record_column(values) for name, values in columns.items()})
 
 
 def taught_by(
@@ -335,17 +340,19 @@ def taught_by(
     """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that
     teachers read. prompts: by uid.
     """
-    asked = [prompts[uid] for uid in batch["uid"].tolist()]
-    names = np.array([str(prompt.columns[settings.key]) if settings.paths else "" for prompt in asked])
+    batch_prompts = [prompts[uid] for uid in batch["uid"].tolist()]
+    names = np.array(
+        [str(prompt.columns[settings.key]) if settings.paths else "" for prompt in batch_prompts]
+    )
     if not settings.context_key:
         return names, batch
-    ids = [prompt.teacher_ids for prompt in asked]
-    added = np.array([len(each) for each in ids]) - batch["prompt_tokens"]
+    ids = [prompt.teacher_ids for prompt in batch_prompts]
+    added = np.array([len(prompt_ids) for prompt_ids in ids]) - batch["prompt_tokens"]
     numbers: dict[bytes, int] = {}
     return names, batch.with_columns(
         length=batch["length"] + added,
         prompt_tokens=batch["prompt_tokens"] + added,
-        prompt_hash=np.array([numbers.setdefault(each.tobytes(), len(numbers)) for each in ids]),
+        prompt_hash=np.array([numbers.setdefault(prompt_ids.tobytes(), len(numbers)) for prompt_ids in ids]),
         teacher_prompt=object_column(ids),
     )
 
@@ -364,53 +371,53 @@ def assemble(
     dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises UnfinishedError
     if no sample is left.
     """
-    kept = [(result, block) for result, block in samples if not (drop_failed and scores[result.key].failure)]
-    found = [result for result, _ in kept]
+    pairs = [(result, block) for result, block in samples if not (drop_failed and scores[result.key].failure)]
+    results = [result for result, _ in pairs]
     failures = [score.failure for score in scores.values() if score.failure]
-    if not found:
+    if not results:
         reasons = [result.error for result in dropped] + failures
         reason = reasons[0] if reasons else "none was requested"
         raise UnfinishedError(
             f"no sample of this round was finished. The first was given up because {reason}"
         )
-    blocks = [block for _, block in kept]
-    rows = [result.row for result in found]
+    blocks = [block for _, block in pairs]
+    rows = [result.row for result in results]
     columns = {
-        "uid": np.array([result.uid for result in found]),
-        "sample": np.array([result.sample for result in found], dtype=np.int64),
-        **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
-        "prefix_hashes": object_column([result.prefix_hashes for result in found]),
-        "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
-        "seconds": np.array([result.seconds for result in found]),
+        "uid": np.array([result.uid for result in results]),
+        "sample": np.array([result.sample for result in results], dtype=np.int64),
+        **{name: np.array([getattr(result, name) for result in results], dtype=np.int64) for name in COUNTS},
+        "prefix_hashes": object_column([result.prefix_hashes for result in results]),
+        "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in results]),
+        "seconds": np.array([result.seconds for result in results]),
     }
-    columns |= _images(found)
+    columns |= _images(results)
     tokens = {name: places(name, blocks, rows) for name in token_columns}
     return RolloutBatch(
         RemoteBatch(columns, tokens),
-        {result.key: scores[result.key] for result in found},
+        {result.key: scores[result.key] for result in results},
         len(dropped),
         retried,
         tuple(failures),
-        version_tokens=_totals([dict(result.version_tokens) for result in found]),
+        version_tokens=_totals([dict(result.version_tokens) for result in results]),
     )
 
 
-def _images(found: Sequence[SampleResult]) -> dict[str, np.ndarray]:
+def _images(results: Sequence[SampleResult]) -> dict[str, np.ndarray]:
     """Return the columns `branches` and, where there are images, IMAGES: each content once in the object
     store.
     """
-    known: dict[int, Any] = {}
+    refs: dict[int, Any] = {}
     branches = [
-        tuple(replace(b, images=stored(b.images, known)) for b in result.branches) for result in found
+        tuple(replace(b, images=stored(b.images, refs)) for b in result.branches) for result in results
     ]
-    images = [stored(result.images, known) for result in found]
+    images = [stored(result.images, refs) for result in results]
     return {"branches": object_column(branches)} | ({IMAGES: object_column(images)} if any(images) else {})
 
 
 def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     totals: Counter[int] = Counter()
-    for found in counts:
-        totals.update(found)
+    for version_counts in counts:
+        totals.update(version_counts)
     return dict(totals)
 
 
@@ -418,12 +425,12 @@ def _told(score: Score, longest: int) -> dict[str, Any]:
     """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's
     session, and the judge's answer.
     """
-    told: dict[str, Any] = {"judgement": shortened(score.judgement, longest)} if score.judgement else {}
+    record: dict[str, Any] = {"judgement": shortened(score.judgement, longest)} if score.judgement else {}
     if score.session:
-        return told | {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
+        return record | {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
     most = max(1, longest // max(1, len(score.turns)))
     turns = [{who: shortened(text, most) for who, text in turn.items()} for turn in score.turns]
-    return told | ({"turns": turns} if turns else {})
+    return record | ({"turns": turns} if turns else {})
 
 
 def newly_sampled(batch: RemoteBatch) -> RemoteBatch:

@@ -63,20 +63,20 @@ class Job:
 
 
 def read_job(
-    config: SamplerConfig, model: Model, given: GivenFunctions, prompts: int, log: Log = print
+    config: SamplerConfig, model: Model, functions: GivenFunctions, prompts: int, log: Log = print
 ) -> Job:
     """Read data and rewards, and check that the output holds no other job. Raises ConfigError or
     DataError.
     """
-    inputs = read_inputs(config, log, given)
-    identity = job_identity(model, config, inputs.identity, given)
+    inputs = read_inputs(config, log, functions)
+    identity = job_identity(model, config, inputs.identity, functions)
     check_same_job(config.run_folder, identity)
     first = islice(chain.from_iterable(inputs.sources), prompts or config.first_prompts or None)
     by_uid = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
-    told = (*warnings(config), *inputs.warnings)
+    warning_lines = (*warnings(config), *inputs.warnings)
     # Only now, because a checkpoint may not be written as a model yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
-    return Job(config, model, inputs, by_uid, identity, told)
+    return Job(config, model, inputs, by_uid, identity, warning_lines)
 
 
 def checked_settings(
@@ -85,9 +85,9 @@ def checked_settings(
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
-    given = give_rewards(config.reward, request.reward)
-    check_sampler(config, given)
-    return config, model, given
+    functions = give_rewards(config.reward, request.reward)
+    check_sampler(config, functions)
+    return config, model, functions
 
 
 def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[SamplerConfig, Model]:
@@ -136,20 +136,20 @@ def _of_run(model: Model) -> Path:
 
 
 def described(schema: type[SamplerConfig], request: JobRequest) -> str:
-    config, model, given = checked_settings(schema, request)
+    config, model, functions = checked_settings(schema, request)
     problems = Problems()
     with problems.collecting():
         check_machine(config, dry_run=True)
     with problems.collecting():
         check_models(config)
     with problems.collecting():
-        tried = try_inputs(config, given=given)
+        trial = try_inputs(config, call_functions=functions)
     problems.raise_all()
-    check_same_job(config.run_folder, job_identity(model, config, tried.identity, given))
+    check_same_job(config.run_folder, job_identity(model, config, trial.identity, functions))
     sampling = config.rollout.sampling
     samples = config.rollout.samples_per_prompt
-    there = sum(map(len, tried.train.values()))
-    prompts = min(there, request.prompts or config.first_prompts or there)
+    total_prompts = sum(map(len, trial.train.values()))
+    prompts = min(total_prompts, request.prompts or config.first_prompts or total_prompts)
     written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
     cut = [f"temperature={sampling.temperature:g}", *sampling.cuts, *sampling.changes]
     options = ", ".join(option.replace("=", " ", 1) for option in cut)
@@ -166,6 +166,6 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
             f"engines: {config.engines}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",
             *(f"warning: {line}" for line in idle_gpus(config, config.gpus)),
-            *prompt_lines(tokenized(config, tried)),
+            *prompt_lines(tokenized(config, trial)),
         ]
     )

@@ -52,15 +52,15 @@ class Model:
         if isinstance(trained, Config):  # without its loss, which may be somebody's code
             settings = replace(settings, algorithm=config.algorithm)
         folder = Path(self.path)
-        begun = unfinished_folder(Path(self.path))
+        partial_folder = unfinished_folder(Path(self.path))
         console.log(f"writing {self.checkpoint} as a model to {folder}")
         try:
             with launch(settings, console, only=("policy",)) as roles:
                 roles.policy.load_checkpoint(str(self.checkpoint.resolve()))
-                roles.policy.save_pretrained(str(begun.resolve()))
-            begun.rename(folder)
+                roles.policy.save_pretrained(str(partial_folder.resolve()))
+            partial_folder.rename(folder)
         finally:
-            shutil.rmtree(begun, ignore_errors=True)
+            shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def choose_model(named: str) -> Model:
@@ -76,8 +76,8 @@ def choose_model(named: str) -> Model:
         raise ConfigError(f"--model={path}: not a model, a run or a checkpoint of a run. Name one of them.")
     if (path / "model" / "config.json").exists():
         return Model(str(path / "model"), path)
-    if found := checkpoints_at(path):
-        return _of_checkpoint(found[0])
+    if checkpoints := checkpoints_at(path):
+        return _of_checkpoint(checkpoints[0])
     raise ConfigError(f"--model={path}: the run has no model and no complete checkpoint yet. Name another.")
 
 

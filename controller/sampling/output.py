@@ -73,22 +73,22 @@ def _whole_lines(path: Path) -> list[Line]:
     if not path.exists():
         return []
     with path.open("rb+") as file:
-        whole = 0
+        size = 0
         lines = []
         for number, text in enumerate(file, start=1):
             if text.endswith(b"\n"):
                 lines.append(_parsed(text, f"{path}:{number}"))
-                whole += len(text)
-        file.truncate(whole)
+                size += len(text)
+        file.truncate(size)
     return lines
 
 
-def _parsed(text: bytes, where: str) -> Line:
+def _parsed(text: bytes, place: str) -> Line:
     try:
         line = json.loads(text)
         return line | {"uid": str(line["uid"]), "sample": int(line["sample"])}
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        raise DataError(f"{where} is not a sample. Give another --output, or remove that file.") from None
+        raise DataError(f"{place} is not a sample. Give another --output, or remove that file.") from None
 
 
 def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool) -> Line:
@@ -156,15 +156,15 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
             f"{path} cannot be read ({error}). Give another --output, or remove that folder."
         ) from None
     now = json.loads(json.dumps(job))
-    if others := [name for name in now if now[name] != then.get(name)]:
+    if parts := [name for name in now if now[name] != then.get(name)]:
         raise ConfigError(
-            f"{folder} has samples of another job, with other {' and '.join(others)}. Give another "
+            f"{folder} has samples of another job, with other {' and '.join(parts)}. Give another "
             "--output, or remove that folder."
         )
 
 
 def job_identity(
-    model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions
+    model: Model, config: SamplerConfig, data: DataIdentity, functions: GivenFunctions
 ) -> dict[str, Any]:
     """Return what affects each sample or score, as JSON by part, without the numbers of prompts
     and samples.
@@ -173,7 +173,7 @@ def job_identity(
     values = _values(config, OF_EPISODES) | {"history": config.history}
     episodes = [played, _content(played), values] if played else None
     rewards = {
-        name: [weight, given[name].version if name in given else _content(name)]
+        name: [weight, functions[name].version if name in functions else _content(name)]
         for name, weight in config.reward.weights.items()
     }
     if config.uses_reward_model:
@@ -182,7 +182,9 @@ def job_identity(
             key = path_setting("reward_model", name)
             rewards[key.removesuffix(".path")] = [weight, _files(paths[name], key)]
     checkpoint = model.checkpoint and str(model.checkpoint.resolve())
-    records = {name: found for name, found in data.items() if name != "prompts"}  # they follow from the rest
+    records = {
+        name: identity for name, identity in data.items() if name != "prompts"
+    }  # they follow from the rest
     if config.uses_judge:
         judge = config.reward.judge
         files = _files(judge.model, "reward.judge.model") if judge.has_engines else None
@@ -209,8 +211,8 @@ def _files(path: str, key: str) -> dict[str, Any]:
     files = sorted(
         {file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)}
     )
-    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    return {"folder": str(folder.resolve()), "files": found}
+    stamps = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {"folder": str(folder.resolve()), "files": stamps}
 
 
 def _content(function: str) -> str:

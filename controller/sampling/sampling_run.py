@@ -121,8 +121,8 @@ def prepare_job(
     """Return the narrowed settings and the function that starts the job. Raises as `read_job` and
     `prepare_start`.
     """
-    config, model, given = checked_settings(schema, request)
-    read = partial(read_job, config, model, given, request.prompts)
+    config, model, functions = checked_settings(schema, request)
+    read = partial(read_job, config, model, functions, request.prompts)
     return config, prepare_start(config, read, partial(_run, finish))
 
 
@@ -187,7 +187,7 @@ def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console:
     config = job.config
     inputs = job.inputs
     attempts = Attempts()
-    told = time.monotonic()
+    last_log = time.monotonic()
     with (
         launch(
             config,
@@ -201,8 +201,8 @@ def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console:
         for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), attempts), start=1):
             file.append(_line(job, sampled))
             advance(1)
-            if time.monotonic() - told > SECONDS_BETWEEN_LINES:
-                told = time.monotonic()
+            if time.monotonic() - last_log > SECONDS_BETWEEN_LINES:
+                last_log = time.monotonic()
                 console.log(f"{done:,} of {len(missing):,} samples")
         if roles.judge:
             attempts.of_judge = roles.judge.take_failures()
@@ -227,11 +227,11 @@ def _sampled(
     Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and
     WorkerError for a failed reward with reward.on_failure=stop.
     """
-    found = _scored(job, roles, requests, attempts)
+    samples = _scored(job, roles, requests, attempts)
     if roles.reward_model is None:
-        yield from found
+        yield from samples
         return
-    while some := list(islice(found, MODEL_SCORES)):
+    while some := list(islice(samples, MODEL_SCORES)):
         yield from _with_model_scores(job, roles, some)
 
 
@@ -261,8 +261,8 @@ def _scored(
         attempts.dropped += router.take_dropped()
         attempts.retried = router.retried
         attempts.first_retry = router.first_retry
-        for key, found in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
-            yield Sampled(*unscored.pop(key), found)
+        for key, sample_score in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
+            yield Sampled(*unscored.pop(key), sample_score)
 
 
 def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) -> list[Sampled]:

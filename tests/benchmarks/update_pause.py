@@ -125,7 +125,8 @@ def table(rounds: int, cores: int) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         # In a process of its own: an engine in a thread does not start where Numba has been imported.
-        make = f"import pathlib; from tests.benchmarks import asynchronous as a; a.make_model(pathlib.Path({temporary!r}))"
+        code = "import pathlib; from tests.benchmarks import asynchronous as a; "
+        make = f"{code}a.make_model(pathlib.Path({temporary!r}))"
         subprocess.run([sys.executable, "-c", make], check=True)
         payload = pack_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
         for kept in KEPT:

@@ -88,6 +88,6 @@ def test_a_function_that_is_given_stands_for_itself(workspace: Path) -> None:
     given = give_step(config.run, lambda run: None)
     assert config.run.step == "callable:lambda"
     check(config, given)
-    assert find_step(config, given=given) == b""
+    assert find_step(config, functions=given) == b""
     with pytest.raises(ConfigError, match="step=5"):
         give_step(Config().run, 5)

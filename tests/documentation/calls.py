@@ -28,7 +28,7 @@ def tried(
     """In place of `controller.fit.prepare`: the settings and the rewards are tried, the callbacks called."""
     del step
     check(config, given)
-    try_inputs(config, given=given)
+    try_inputs(config, call_functions=given)
     config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(to_yaml(config))
 

@@ -188,7 +188,8 @@ def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
 def test_a_small_object_store_spills_and_loses_nothing(start, cluster) -> None:
     """Weights of 12 MB a step in a store of 80 MB, most of which something else holds on to."""
     nodes = cluster(4, f"--object-store-memory={80 * 10**6}", "--include-dashboard=false")
-    hold = "import ray, time, numpy; ray.init(); held = [ray.put(numpy.zeros(9 * 10**6, numpy.uint8)) for _ in range(12)]"
+    hold = "import ray, time, numpy; ray.init(); "
+    hold += "held = [ray.put(numpy.zeros(9 * 10**6, numpy.uint8)) for _ in range(12)]"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)"],
         env=nodes.joined,

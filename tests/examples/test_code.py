@@ -181,7 +181,10 @@ def test_a_program_can_be_stopped_at_any_moment_of_its_start(tools: Any) -> None
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"]
 
 
-LEAVES = "import os\nif not os.fork():\n    os.setsid()\n    {closed}os.execv('/usr/bin/env', ['env', 'sleep', '{mark}'])\n"
+LEAVES = (
+    "import os\nif not os.fork():\n    os.setsid()\n"
+    "    {closed}os.execv('/usr/bin/env', ['env', 'sleep', '{mark}'])\n"
+)
 
 
 @pytest.mark.parametrize("closed", ["", "os.closerange(0, 3)\n    "], ids=["open", "closed"])

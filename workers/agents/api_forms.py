@@ -23,25 +23,25 @@ def error_body(path: str, status: int, message: str) -> bytes:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     anthropic = "/v1/messages" in path
-    found = (
+    document = (
         {"type": "error", "error": error} if anthropic else {"error": error | {"param": None, "code": status}}
     )
-    return json.dumps(found).encode()
+    return json.dumps(document).encode()
 
 
 def answers_in(body: bytes) -> tuple[str, dict[int, dict[str, Any]]]:
     """Return the id of an answer, JSON or a stream of events, and its choices as messages of an assistant."""
     name = ""
-    found = dict[int, dict[str, Any]]()
+    messages = dict[int, dict[str, Any]]()
     for document in _documents(body):
         document = document.get("response") or document.get("message") or document
         name = document.get("id") or name
         for index, part in _parts(document):
-            _add(found.setdefault(index, {"role": "assistant", "content": ""}), part)
-    for message in found.values():
+            _add(messages.setdefault(index, {"role": "assistant", "content": ""}), part)
+    for message in messages.values():
         if calls := message.pop("calls", None):
             message["tool_calls"] = list(calls.values())
-    return name, found
+    return name, messages
 
 
 def _documents(body: bytes) -> Iterator[dict[str, Any]]:

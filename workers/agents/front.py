@@ -148,20 +148,22 @@ class SessionFront:
         held = self._held.get(name)
         if held is None:
             held = self._held[name] = _Held(task, record)
-            held.delivered = {each for node in record.nodes if node.received for each in node.names}
+            held.delivered = {
+                response_id for node in record.nodes if node.received for response_id in node.names
+            }
             wait_s = RETURN_SECONDS if record.nodes else 0.0
             asyncio.get_running_loop().call_later(wait_s, self._waiting.put_nowait, name)
         held.goes_on = held.taken.is_set()
         since = time.monotonic()
         while not held.taken.is_set():
-            left = max(since, self._active) + self._timeout_s - time.monotonic()
-            if left <= 0:
+            remaining_s = max(since, self._active) + self._timeout_s - time.monotonic()
+            if remaining_s <= 0:
                 raise EpisodeError(
                     f"rollout.agent_timeout_s={self._timeout_s:g}: no agent asked for a session in that "
                     "time. Start agents that call POST /sessions (see docs/agents.md)."
                 )
             with suppress(TimeoutError):
-                await asyncio.wait_for(held.taken.wait(), left)
+                await asyncio.wait_for(held.taken.wait(), remaining_s)
         return Taken(held.seen(), held.goes_on, held.ended.is_set())
 
     async def play(self, name: str, url: str, key: str) -> None:
@@ -169,27 +171,27 @@ class SessionFront:
         await self.start()
         held = self._held.setdefault(name, _Held(None, SessionRecord()))  # a restarted front knows none
         held.taken.set()
-        before = held.client
+        old_client = held.client
         held.place = (url, key)
         held.client = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None))
-        if before is not None:
-            await before.close()  # what waits there tries again here
+        if old_client is not None:
+            await old_client.close()  # what waits there tries again here
         held.placed.set()
         await held.ended.wait()
 
-    async def turn(self, name: str, news: SessionRecord, known: int) -> bool:
-        """Keep turns whose answers go out next. Returns False if the front then has others than the `known`
-        ones.
+    async def turn(self, name: str, news: SessionRecord, turn_count: int) -> bool:
+        """Keep turns whose answers go out next. Returns False if the front then has others than the
+        `turn_count` ones.
 
         News of all turns replace what it has.
         """
         held = self._held.get(name)
         if held is None:
             return True
-        before = () if len(news.nodes) == known else held.record.nodes
-        nodes = {node.number: node for node in (*before, *news.nodes)}
+        old_nodes = () if len(news.nodes) == turn_count else held.record.nodes
+        nodes = {node.number: node for node in (*old_nodes, *news.nodes)}
         held.record = SessionRecord(tuple(nodes.values()), news.rewards)
-        return len(nodes) == known
+        return len(nodes) == turn_count
 
     async def forget(self, names: Sequence[str]) -> None:
         """Drop sessions whose sample has reached the driver, or failed."""
@@ -231,11 +233,11 @@ class SessionFront:
             return web.json_response({"ended": True})
         answer = await self._passed(request, held)
         if answer.status == 200:
-            given = json.loads(
+            body = json.loads(
                 await request.read()
             )  # not request.json, which raises for a charset nobody knows
-            name = given.get("response_id") or ""
-            reward = {} if given["reward"] is None else {name: float(given["reward"])}
+            name = body.get("response_id") or ""
+            reward = {} if body["reward"] is None else {name: float(body["reward"])}
             held.record = replace(held.record, rewards=held.record.rewards | reward)
             if not name:
                 held.ended.set()
@@ -258,10 +260,10 @@ class SessionFront:
         return held
 
     def _check(self, request: web.Request, *keys: str) -> None:
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix(
-            "Bearer "
-        )
-        sent = given.encode(errors="surrogateescape")  # which stands for bytes that are not UTF-8
+        credential = request.headers.get("x-api-key") or request.headers.get(
+            "Authorization", ""
+        ).removeprefix("Bearer ")
+        sent = credential.encode(errors="surrogateescape")  # which stands for bytes that are not UTF-8
         if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):  # `any` would stop at the first
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
@@ -280,19 +282,21 @@ class SessionFront:
             try:
                 async with client.request(
                     request.method, url, params=request.query, data=body, headers=headers
-                ) as found:
-                    if found.status >= 500 and errors < SERVER_ERRORS:
+                ) as response:
+                    if response.status >= 500 and errors < SERVER_ERRORS:
                         errors += 1
                         raise ClientError
-                    whole = b"" if found.content_type == "text/event-stream" else await found.read()
-                    kept = {
-                        name: value for name, value in found.headers.items() if name.lower() not in KEPT_HERE
+                    content = b"" if response.content_type == "text/event-stream" else await response.read()
+                    answer_headers = {
+                        name: value
+                        for name, value in response.headers.items()
+                        if name.lower() not in KEPT_HERE
                     }
-                    answer = web.StreamResponse(status=found.status, headers=kept)
-                    head = whole[:HEAD_BYTES]
+                    answer = web.StreamResponse(status=response.status, headers=answer_headers)
+                    head = content[:HEAD_BYTES]
                     await answer.prepare(request)
-                    await answer.write(whole)
-                    async for part in found.content.iter_any():  # of a stream
+                    await answer.write(content)
+                    async for part in response.content.iter_any():  # of a stream
                         head += part[: HEAD_BYTES - len(head)]
                         await answer.write(part)
                     await answer.write_eof()

@@ -98,11 +98,11 @@ class Exchange:
         """Send all events as they come. Returns False if the client has left before the last."""
         news = asyncio.Event()
         place = 0
-        left = asyncio.ensure_future(_disconnected(receive))
-        left.add_done_callback(lambda _: news.set())
+        disconnect = asyncio.ensure_future(_disconnected(receive))
+        disconnect.add_done_callback(lambda _: news.set())
         self.readers.add(news)
         try:
-            while not left.done():
+            while not disconnect.done():
                 if place < len(self.events):
                     await send(self.events[place])
                     place += 1
@@ -114,7 +114,7 @@ class Exchange:
             return False
         finally:
             self.readers.discard(news)
-            left.cancel()
+            disconnect.cancel()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -131,10 +131,12 @@ class Served(Opened):
         """Return the exchange that a request repeats: of its key, one that a client left, or for
         a retry any.
         """
-        same = [each for each in self.exchanges if each.request == request]
-        found = [each for each in same if idempotency and each.idempotency == idempotency]
-        found = found or [each for each in same if each.abandoned] or (same if retried else [])
-        return max(found, key=lambda each: each.began, default=None)
+        same = [exchange for exchange in self.exchanges if exchange.request == request]
+        matches = [exchange for exchange in same if idempotency and exchange.idempotency == idempotency]
+        matches = (
+            matches or [exchange for exchange in same if exchange.abandoned] or (same if retried else [])
+        )
+        return max(matches, key=lambda exchange: exchange.began, default=None)
 
 
 class Gateway:
@@ -176,13 +178,13 @@ class Gateway:
         """Serve an application of ASGI."""
         import uvicorn
 
-        found = socket.create_server((host, 0), backlog=4096)
-        address, port = found.getsockname()[:2]
+        listener = socket.create_server((host, 0), backlog=4096)
+        address, port = listener.getsockname()[:2]
         settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
         settings |= {"server_header": False, "date_header": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
         self._server = uvicorn.Server(uvicorn_config(app, **settings))
         self._server.capture_signals = nullcontext  # they are the actor's
-        self._serving = asyncio.create_task(self._server.serve(sockets=[found]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.url = f"http://{address}:{port}"
 
     async def stop(self) -> None:
@@ -245,11 +247,11 @@ class Gateway:
     async def _answer(
         self, scope: Event, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        found = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
-        if found is None:
+        match = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
+        if match is None:
             raise RefusedError(404, "there is no such route. Use the session's URL.")
-        opened = self._allowed(found[1], headers)
-        route = found[2] or ""
+        opened = self._allowed(match[1], headers)
+        route = match[2] or ""
         if (scope["method"], route) not in ROUTES:
             raise RefusedError(404, f"{scope['method']} {route or '/'}: a session has no such route.")
         body = await self._body(headers, receive)
@@ -269,9 +271,9 @@ class Gateway:
 
     def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Served:
         """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        credential = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         opened = self._open.get(name)
-        if opened is None or not hmac.compare_digest(given, opened.key.encode()):
+        if opened is None or not hmac.compare_digest(credential, opened.key.encode()):
             raise RefusedError(
                 401, "the key does not belong to an open session. Use the session's URL and key."
             )
@@ -338,11 +340,11 @@ class Gateway:
         scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
         call = Call(opened, route in SAMPLED, len(body))
         CALL.set(call)
-        given: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
+        request_events: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Event:
-            if given:
-                return given.pop()
+            if request_events:
+                return request_events.pop()
             await exchange.cancelled.wait()
             return {"type": "http.disconnect"}
 
@@ -373,9 +375,9 @@ class Gateway:
         status = int(events[0]["status"])
         body = b"".join(event.get("body", b"") for event in events)
         if call.done:
-            name, said = answers_in(body) if status == 200 else ("", {})
+            name, answers = answers_in(body) if status == 200 else ("", {})
             call.reserved.close()  # the turns count as sampled from here on
-            exchange.nodes = list(_nodes(opened.session, call, name, said))
+            exchange.nodes = list(_nodes(opened.session, call, name, answers))
             for node in exchange.nodes:
                 node.joined += exchange.joined
                 node.began, node.seconds = exchange.began - opened.began, time.monotonic() - exchange.began
@@ -386,9 +388,9 @@ class Gateway:
         return exchange.held
 
 
-def _nodes(session: Session, call: Call, name: str, said: dict[int, dict[str, Any]]) -> Iterator[Node]:
+def _nodes(session: Session, call: Call, name: str, answers: dict[int, dict[str, Any]]) -> Iterator[Node]:
     """Add the answers to the session, in the order of their choices."""
-    messages = (said.get(index) for index in itertools.count())
+    messages = (answers.get(index) for index in itertools.count())
     for prompt in call.prompts:
         of_chat = bool(prompt.asked.messages)
         for node in prompt.replayed:
@@ -400,14 +402,14 @@ def _nodes(session: Session, call: Call, name: str, said: dict[int, dict[str, An
             response, text = prompt.turns[place]
             message = next(messages) if of_chat else None
             add = partial(session.add, prompt.asked, prompt.ids, images=prompt.images)
-            yield add(response, number=number, said=message, text=text, name=name)
+            yield add(response, number=number, message=message, text=text, name=name)
 
 
 def _message(body: bytes) -> str:
     """Return what an error of vLLM or FastAPI says."""
     with suppress(ValueError):
-        found = json.loads(body)
-        error = found.get("error") or found.get("detail") or found
+        document = json.loads(body)
+        error = document.get("error") or document.get("detail") or document
         return str(error.get("message", error) if isinstance(error, dict) else error)
     return body.decode(errors="replace")
 
@@ -431,9 +433,9 @@ def _events(status: int, body: bytes) -> list[Event]:
 def _reward(session: Session, body: bytes) -> None:
     """Take {"reward": number or null, "response_id": optional}. Raises RefusedError for another body."""
     try:
-        given = json.loads(body)
-        if given["reward"] is not None:
-            session.reward(given["reward"], given.get("response_id") or "")
+        fields = json.loads(body)
+        if fields["reward"] is not None:
+            session.reward(fields["reward"], fields.get("response_id") or "")
     except DataError as error:
         raise RefusedError(400, str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -71,15 +71,15 @@ class AgentPool(EnvironmentPool):
         self._running[process] = ""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
-        asked = ("run", (record, variables), "rollout.agent_timeout_s")
+        request = ("run", (record, variables), "rollout.agent_timeout_s")
         try:
-            found = await self._in_thread(call, process, self._timeout_s, *asked)
+            answer = await self._in_thread(call, process, self._timeout_s, *request)
         except EpisodeError as failure:
             raise EpisodeError(self._running[process] or str(failure)) from None
         finally:
             del self._running[process]
             await self._in_thread(process.end)
-        return None if found is None else Score(response="", **found)
+        return None if answer is None else Score(response="", **answer)
 
     async def stop(self) -> None:
         for process in list(self._running):
@@ -98,9 +98,9 @@ class AgentPool(EnvironmentPool):
         import psutil
 
         below = defaultdict(list)
-        found = []
-        for each in psutil.process_iter(["ppid"]):
-            below[each.info["ppid"]].append(each.pid)
+        offenders = []
+        for child in psutil.process_iter(["ppid"]):
+            below[child.info["ppid"]].append(child.pid)
         for process in running:
             pids = [*below[process.pid]]
             used = list[float]()
@@ -109,10 +109,10 @@ class AgentPool(EnvironmentPool):
                 with suppress(psutil.Error):
                     used.append(psutil.Process(pid).memory_info().rss / GIB)
             if sum(used) > self._memory_gib:
-                found.append((process, f"more memory than rollout.agent_memory_gib={self._memory_gib:g}"))
+                offenders.append((process, f"more memory than rollout.agent_memory_gib={self._memory_gib:g}"))
             if sum(map(bool, used)) > self._processes:  # without zombies, which have no memory
-                found.append((process, f"more than rollout.agent_processes={self._processes}"))
-        return found
+                offenders.append((process, f"more than rollout.agent_processes={self._processes}"))
+        return offenders
 
 
 # The code below runs in the process.
@@ -130,7 +130,7 @@ class Runner:
         os.environ.update(variables)
         access = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
         value = self._runner.run(result_of(self._run(record, *access)))
-        score = None if value is None else as_score(value, "", of="the agent")
+        score = None if value is None else as_score(value, "", source="the agent")
         reply(score and {"reward": score.reward, "parts": score.parts, "answer": score.answer})
 
 
@@ -141,12 +141,12 @@ def command(line: str) -> Callable[..., Any]:
     """
 
     def run(record: dict[str, Any], base_url: str, api_key: str) -> Any:
-        with tempfile.TemporaryFile("w+") as given:
-            given.write(as_json(record))
-            given.seek(0)
+        with tempfile.TemporaryFile("w+") as record_file:
+            record_file.write(as_json(record))
+            record_file.seek(0)
             process = subprocess.Popen(
                 shlex.split(line),
-                stdin=given,
+                stdin=record_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 preexec_fn=end_with_parent,

@@ -119,11 +119,11 @@ class Opened:
     def image(self, url: str) -> Image:
         """Decode a data: URL. Raises DataError."""
         key = hashlib.blake2b(url.encode(errors="replace")).digest()
-        if (found := self.images.get(key)) is None:
+        if (image := self.images.get(key)) is None:
             if len(self.images) >= IMAGES_KEPT:
                 self.images.clear()
-            found = self.images[key] = decoded(url, WHERE, self.image_pixels)
-        return found
+            image = self.images[key] = decoded(url, WHERE, self.image_pixels)
+        return image
 
 
 @dataclass
@@ -142,21 +142,23 @@ class Call:
     @property
     def done(self) -> bool:
         """Whether the engine has given all answers."""
-        return bool(self.prompts) and all(len(each.turns) == len(each.numbers) for each in self.prompts)
+        return bool(self.prompts) and all(len(prompt.turns) == len(prompt.numbers) for prompt in self.prompts)
 
     async def rendered(self, render: Callable[[], Found], has_images: bool = False) -> Found:
         """Render a prompt, for a large request or images in a thread."""
         return await asyncio.to_thread(render) if has_images or self.size > LARGE else render()
 
-    def take(self, asked: Asked, prompt: Response, choices: int) -> None:
+    def take(self, session_request: Asked, prompt: Response, choices: int) -> None:
         """Add a prompt, and reserve its turns. Raises EpisodeError if the session has none left."""
         if not self.samples:
             return
-        found = (self.opened.session.recorded(asked, prompt.ids, prompt.images) for _ in range(choices))
-        replayed = [node for node in takewhile(bool, found) if node]
-        left = range(choices - len(replayed))
-        numbers = [self.reserved.enter_context(self.opened.session.sampling()) for _ in left]
-        self.prompts.append(Prompt(asked, prompt.ids, prompt.images, numbers, replayed))
+        nodes = (
+            self.opened.session.recorded(session_request, prompt.ids, prompt.images) for _ in range(choices)
+        )
+        replayed = [node for node in takewhile(bool, nodes) if node]
+        rest = range(choices - len(replayed))
+        numbers = [self.reserved.enter_context(self.opened.session.sampling()) for _ in rest]
+        self.prompts.append(Prompt(session_request, prompt.ids, prompt.images, numbers, replayed))
 
 
 class PromptRenderer:
@@ -167,11 +169,11 @@ class PromptRenderer:
         self._forms = MessageForms(renderer)
         self._named = set[str]()
 
-    def messages(self, given: Sequence[Any]) -> Messages:
+    def messages(self, raw_messages: Sequence[Any]) -> Messages:
         """Return a chat's messages, cleaned, with data: URLs in their images' parts. Raises DataError."""
-        if not given:
+        if not raw_messages:
             raise DataError("the request has no messages.")
-        messages: Messages = cleaned([chat_message(each) for each in given], WHERE)
+        messages: Messages = cleaned([chat_message(message) for message in raw_messages], WHERE)
         urls = [part.get("image") for part in image_parts(messages)]
         if not all(isinstance(url, str) and url.startswith("data:") for url in urls):
             raise DataError(
@@ -189,56 +191,60 @@ class PromptRenderer:
         digests = [IMAGE_PART | {"digest": f"{image.digest:016x}"} for image in images]
         bare = with_image_parts(messages, [IMAGE_PART] * len(images))
         forms = with_image_parts(self._forms.of(bare, WHERE, options), digests)
-        asked = replace(opened.session.find(forms, options), messages=with_image_parts(messages, digests))
-        if asked.parent is not None:
+        session_request = replace(
+            opened.session.find(forms, options), messages=with_image_parts(messages, digests)
+        )
+        if session_request.parent is not None:
             try:
-                following = self._following(asked, asked.parent, messages, options)
-                return asked, joined([opened.session.whole(asked.parent), following])
+                following = self._following(session_request, session_request.parent, messages, options)
+                return session_request, joined([opened.session.whole(session_request.parent), following])
             except EpisodeError:  # such as two turns of the assistant in sequence
-                asked = replace(asked, parent=None, covered=0)
+                session_request = replace(session_request, parent=None, covered=0)
         prompt = Conversation(self._renderer, [], options).opened(opened.session.whole(None), messages)
         self._name_unread()
-        return asked, prompt
+        return session_request, prompt
 
     def _name_unread(self) -> None:
         for key in self._renderer.unread.keys() - self._named:
             self._named.add(key)
             logging.getLogger(__name__).warning("Agents' requests: %s", self._renderer.unread[key])
 
-    def _following(self, asked: Asked, parent: Node, messages: Messages, options: Options) -> Response:
+    def _following(
+        self, session_request: Asked, parent: Node, messages: Messages, options: Options
+    ) -> Response:
         """Return the new messages, rendered behind stand-ins for turns."""
-        before = messages[: asked.covered]
-        opening = list(takewhile(lambda message: message["role"] != "assistant", before))
+        earlier_messages = messages[: session_request.covered]
+        opening = list(takewhile(lambda message: message["role"] != "assistant", earlier_messages))
         opening = with_image_parts(opening, [IMAGE_PART] * len(image_parts(opening)))
-        calls = before[-1].get("tool_calls") or ()
+        calls = earlier_messages[-1].get("tool_calls") or ()
         ended = parent.response.finish_reason == STOP
         turn = (
             parent.response if ended else replace(parent.response, stop_string=True)
         )  # no end token of its own
         conversation = Conversation(self._renderer, opening, options)
-        return conversation.observed(turn, Turn("", tool_calls=calls), messages[asked.covered :])[0]
+        return conversation.observed(turn, Turn("", tool_calls=calls), messages[session_request.covered :])[0]
 
     def read_text(self, session: Session, prompt: Any) -> Found:
         """Read a prompt of a completion, a text or ids."""
         if not isinstance(prompt, str):
             ids = np.asarray(prompt, np.int32)
-            asked = session.find_ids(ids)
-            return asked, not_sampled(ids, images=session.whole(asked.parent).images)
-        asked = session.find_text(prompt)
-        if asked.parent is None:
-            return asked, not_sampled(self._renderer.prompt_ids(prompt, WHERE))
-        before = session.whole(asked.parent)
-        rest = self._renderer.ids_behind(asked.text or "", int(before.ids[-1]), WHERE)
-        return asked, joined([before, not_sampled(np.asarray(rest, np.int32))])
+            session_request = session.find_ids(ids)
+            return session_request, not_sampled(ids, images=session.whole(session_request.parent).images)
+        session_request = session.find_text(prompt)
+        if session_request.parent is None:
+            return session_request, not_sampled(self._renderer.prompt_ids(prompt, WHERE))
+        history = session.whole(session_request.parent)
+        rest = self._renderer.ids_behind(session_request.text or "", int(history.ids[-1]), WHERE)
+        return session_request, joined([history, not_sampled(np.asarray(rest, np.int32))])
 
     def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
         """Return the session's options, with the client's tools and variables that the template reads."""
-        given = getattr(request, "chat_template_kwargs", None) or {}
+        template_arguments = getattr(request, "chat_template_kwargs", None) or {}
         options = {name: value for name, value in of_session.items() if name != "tools"}
-        if given:
+        if template_arguments:
             template = self._renderer.tokenizer.get_chat_template(tools=tools or None)
-            known = variables_of(template).arguments - {*CONTROLS, *RESERVED, "chat_template", "tokenize"}
-            options |= {name: value for name, value in given.items() if name in known}
+            names = variables_of(template).arguments - {*CONTROLS, *RESERVED, "chat_template", "tokenize"}
+            options |= {name: value for name, value in template_arguments.items() if name in names}
         return options | ({"tools": [_without_strict(tool) for tool in tools]} if tools else {})
 
 
@@ -249,7 +255,7 @@ def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     if name := next((name for name in OTHERS & request.model_fields_set if getattr(request, name)), ""):
         return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
     if not may_force and (
-        name := next((each for each in FORCED if _forces(each, getattr(request, each, None))), "")
+        name := next((option for option in FORCED if _forces(option, getattr(request, option, None))), "")
     ):
         return name, (
             f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an "
@@ -261,22 +267,25 @@ def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
 def _forces(name: str, value: Any) -> bool:
     if name == "tool_choice":
         return value not in (None, "auto", "none", REQUIRED)
-    given = getattr(value, "format", None) if name == "text" else value
-    return given is not None and getattr(given, "type", None) != "text"
+    output_format = getattr(value, "format", None) if name == "text" else value
+    return output_format is not None and getattr(output_format, "type", None) != "text"
 
 
 def chat_message(message: Any) -> dict[str, Any]:
     """Return a message of a request in the form that templates read."""
-    given = message if isinstance(message, Mapping) else message.model_dump()
-    found = {name: value for name, value in given.items() if value is not None}
-    if reasoning := found.pop("reasoning", None):
-        found["reasoning_content"] = reasoning
-    content = found.get("content", "")
+    fields = message if isinstance(message, Mapping) else message.model_dump()
+    filled_fields = {name: value for name, value in fields.items() if value is not None}
+    if reasoning := filled_fields.pop("reasoning", None):
+        filled_fields["reasoning_content"] = reasoning
+    content = filled_fields.get("content", "")
     if isinstance(content, (list, tuple)):
         content = [
             part | {"type": KINDS.get(str(kind := part.get("type")), kind)} for part in map(dict, content)
         ]
-    return found | {"role": "system" if found["role"] == "developer" else found["role"], "content": content}
+    return filled_fields | {
+        "role": "system" if filled_fields["role"] == "developer" else filled_fields["role"],
+        "content": content,
+    }
 
 
 def _strict(tool: Any) -> bool:
@@ -296,7 +305,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
 
     class SessionRenderer(base):  # type: ignore[misc]
         async def preprocess_chat(
-            self, request: Any, messages: list[Any], *more: Any, tool_dicts: Any = None, **named: Any
+            self, request: Any, messages: list[Any], *arguments: Any, tool_dicts: Any = None, **named: Any
         ) -> Any:
             call = CALL.get()
             self._check(request, call)
@@ -305,10 +314,10 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                 messages = prompts.messages(messages)
                 images = sum(len(part["image"]) for part in image_parts(messages))
                 self._check_size(call.size - images)
-                asked, prompt = await call.rendered(
+                session_request, prompt = await call.rendered(
                     partial(prompts.read, call.opened, messages, options), images > 0
                 )
-                call.take(asked, prompt, getattr(request, "n", None) or 1)
+                call.take(session_request, prompt, getattr(request, "n", None) or 1)
             except (
                 ConfigError,
                 DataError,
@@ -318,7 +327,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             request.kv_transfer_params = {
                 "prompt_token_ids": prompt.ids.tolist()
             }  # vLLM takes these as they are
-            result = await super().preprocess_chat(request, [], *more, tool_dicts=tool_dicts, **named)
+            result = await super().preprocess_chat(request, [], *arguments, tool_dicts=tool_dicts, **named)
             request.kv_transfer_params = None
             return result
 
@@ -339,19 +348,19 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             }
             for prompt in [prompt_input] if one else prompt_input:
                 try:
-                    asked, found = await call.rendered(
+                    session_request, prompt_tokens = await call.rendered(
                         partial(prompts.read_text, call.opened.session, prompt)
                     )
-                    check_prompt(found.ids, **limits)
-                    call.take(asked, found, request.n or 1)
+                    check_prompt(prompt_tokens.ids, **limits)
+                    call.take(session_request, prompt_tokens, request.n or 1)
                 except (DataError, EpisodeError) as error:
                     raise VLLMValidationError(str(error), parameter="prompt") from None
             return [tokens_input(prompt.ids.tolist()) for prompt in call.prompts]
 
         def _check(self, request: Any, call: Call) -> None:
             may_force = bool(call.opened.sampling.changes)
-            if call.samples and (found := refusal(request, may_force=may_force)):
-                raise VLLMValidationError(found[1], parameter=found[0])
+            if call.samples and (problem := refusal(request, may_force=may_force)):
+                raise VLLMValidationError(problem[1], parameter=problem[0])
             if getattr(request, "tool_choice", None) == REQUIRED and not may_force:
                 request.tool_choice = "auto"
                 self._taken_out("tool_choice=required")
@@ -393,30 +402,30 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
         _ids: Sequence[int] = ()
 
         def set_prompt_token_ids(self, ids: Sequence[int]) -> None:
-            said = str(self.model_tokenizer.decode(ids[-TAIL:]))
-            self._opened = start in said.rpartition(end)[2]
+            text = str(self.model_tokenizer.decode(ids[-TAIL:]))
+            self._opened = start in text.rpartition(end)[2]
             super().set_prompt_token_ids(ids)
 
-        def parse(self, text: str, *more: Any, **named: Any) -> Any:
+        def parse(self, text: str, *arguments: Any, **named: Any) -> Any:
             if not (self._opened or start in text or end in text):
                 self._reasoning_parser = None
-            return super().parse(text, *more, **named)
+            return super().parse(text, *arguments, **named)
 
         def parse_delta(self, delta_text: str, delta_token_ids: list[int], request: Any, **named: Any) -> Any:
             if self._thinks is None:
                 if named.get("prompt_token_ids") and not self._ids:
                     self.set_prompt_token_ids(named["prompt_token_ids"])
                 delta_text, delta_token_ids = self._begun + delta_text, [*self._ids, *delta_token_ids]
-                begun = delta_text.lstrip()
+                opening = delta_text.lstrip()
                 if (
-                    start.startswith(begun)
-                    and len(begun) < len(start)
+                    start.startswith(opening)
+                    and len(opening) < len(start)
                     and not (self._opened or named["finished"])
                 ):
                     self._begun = delta_text
                     self._ids = delta_token_ids
                     return None
-                self._thinks = self._opened or begun.startswith(start)
+                self._thinks = self._opened or opening.startswith(start)
                 if not self._thinks:
                     self._reasoning_parser = None
             return super().parse_delta(delta_text, delta_token_ids, request, **named)
@@ -463,19 +472,19 @@ class RecordingClient:
         with ExitStack() as request:
             request.callback(opened.engine_names.discard, name)
             salt = request.enter_context(self._caches.request(opened.seed))
-            given = await self._images.prompt(prompt.ids, prompt.images, salt)
-            outputs = self._engine.generate(given, parameters, name, priority=opened.priority)
+            engine_prompt = await self._images.prompt(prompt.ids, prompt.images, salt)
+            outputs = self._engine.generate(engine_prompt, parameters, name, priority=opened.priority)
             async for output in outputs:
                 if not collected:
                     _forget_tokenizer(self._engine, name, wanted)
-                for each in output.outputs:
+                for completion in output.outputs:
                     if not parameters.detokenize:
-                        each.text = self._text(prompt, each, wanted)
-                    turn = collected.setdefault(each.index, _Collected())
-                    turn.take(each, delta)
-                    if each.finish_reason is not None:
-                        prompt.turns[each.index] = turn.response(each, prompt, output), turn.text
-                    each.index += len(recorded)
+                        completion.text = self._text(prompt, completion, wanted)
+                    turn = collected.setdefault(completion.index, _Collected())
+                    turn.take(completion, delta)
+                    if completion.finish_reason is not None:
+                        prompt.turns[completion.index] = turn.response(completion, prompt, output), turn.text
+                    completion.index += len(recorded)
                 if not delta:
                     output.outputs = [*recorded, *output.outputs]
                 yield output
@@ -486,8 +495,8 @@ class RecordingClient:
         ids = list(completion.token_ids)
         tail = prompt.ids[-TAIL:].tolist()
         ids = ids[:-1] if completion.finish_reason == STOP else ids
-        before, whole = decode(tail), decode([*tail, *ids])
-        return str(whole[len(before) :] if whole.startswith(before) else decode(ids))
+        prompt_text, full_text = decode(tail), decode([*tail, *ids])
+        return str(full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else decode(ids))
 
 
 def _forget_tokenizer(engine: "AsyncLLM", name: str, wanted: Any) -> None:
@@ -512,15 +521,17 @@ class _Collected:
             self.ids = []
             self.log_probs = []
             self.text = ""
-        if found := completion.logprobs:  # the sampled token's is the first at each position
-            self.log_probs += [found.logprobs[start] for start in found.start_indices]
+        if log_probs := completion.logprobs:  # the sampled token's is the first at each position
+            self.log_probs += [log_probs.logprobs[start] for start in log_probs.start_indices]
         self.ids += completion.token_ids
         self.text += completion.text
 
     def response(self, completion: Any, prompt: Prompt, output: Any) -> Response:
-        whole = replace(completion, token_ids=self.ids, logprobs=SimpleNamespace(logprobs=self.log_probs))
+        full_completion = replace(
+            completion, token_ids=self.ids, logprobs=SimpleNamespace(logprobs=self.log_probs)
+        )
         counts = {"prompt_token_ids": prompt.ids.tolist(), "num_cached_tokens": output.num_cached_tokens}
-        return as_response(SimpleNamespace(outputs=[whole], **counts))
+        return as_response(SimpleNamespace(outputs=[full_completion], **counts))
 
 
 def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
@@ -536,21 +547,21 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
         stop=list(dict.fromkeys([*sampling.stop, *wanted.stop])),
         stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])),
     )
-    found = sampling_parameters(ours, turn_seed(call.opened.seed, prompt.numbers[0]))
-    found.n = len(prompt.numbers)
-    found.output_kind = wanted.output_kind
+    parameters = sampling_parameters(ours, turn_seed(call.opened.seed, prompt.numbers[0]))
+    parameters.n = len(prompt.numbers)
+    parameters.output_kind = wanted.output_kind
     if wanted.output_kind == RequestOutputKind.DELTA:
-        found.stream_interval = wanted.stream_interval or STREAM_TOKENS
+        parameters.stream_interval = wanted.stream_interval or STREAM_TOKENS
     # A whole answer is decoded at once.
-    found.detokenize = (
+    parameters.detokenize = (
         bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
     )
-    found.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
+    parameters.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
     if wanted.logprobs is not None:
-        found.logprobs = wanted.logprobs
+        parameters.logprobs = wanted.logprobs
     if wanted.structured_outputs and sampling.changes:
-        found.structured_outputs = wanted.structured_outputs
-    return found
+        parameters.structured_outputs = wanted.structured_outputs
+    return parameters
 
 
 def _output_of(node: Node, index: int, wanted: Any) -> Any:
@@ -560,9 +571,9 @@ def _output_of(node: Node, index: int, wanted: Any) -> Any:
 
     response = node.response
     pairs = zip(response.ids.tolist(), response.log_probs.tolist(), strict=True)
-    found = None if wanted.logprobs is None else [{token: Logprob(log_prob)} for token, log_prob in pairs]
+    logprobs = None if wanted.logprobs is None else [{token: Logprob(log_prob)} for token, log_prob in pairs]
     return CompletionOutput(
-        index, node.text, response.ids.tolist(), None, found, finish_reason=response.finish_reason
+        index, node.text, response.ids.tolist(), None, logprobs, finish_reason=response.finish_reason
     )
 
 

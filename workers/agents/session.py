@@ -156,28 +156,28 @@ class Session(SampledTurns):
         rendering.
         """
         state = _digest("", json.dumps(tools, sort_keys=True, default=str))
-        before = state
+        prefix = state
         answers = list[dict[str, Any]]()
-        found = list[Node]()
+        nodes = list[Node]()
         covered = 0
         for place, message in enumerate(messages, 1):
             if message.get("role") != "assistant":
-                before = state
+                prefix = state
                 answers = []
             elif not answers:
-                before = state
+                prefix = state
                 answers = [message]
             else:  # some clients cut an answer into several messages
                 answers.append(message)
             # Clients change the form of the policy's answers only. All of other messages is what a prompt
             # says.
             state = _digest(state, _exact(message))
-            answer_key = _digest(before, canonical(*answers)) if answers else ""
+            answer_key = _digest(prefix, canonical(*answers)) if answers else ""
             if answers and place < len(messages) and answer_key in self._paths:
-                found = self._paths[answer_key]
+                nodes = self._paths[answer_key]
                 covered = place
-                state = found[-1].keys[0]
-        return Asked(messages, covered, self._newest(found), state)
+                state = nodes[-1].keys[0]
+        return Asked(messages, covered, self._newest(nodes), state)
 
     def find_text(self, prompt: str) -> Asked:
         """Find the longest recorded text with which the prompt of a completion begins."""
@@ -190,15 +190,15 @@ class Session(SampledTurns):
         """Find the longest recorded path with which a prompt of ids, int32, begins."""
         return Asked([], parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0])
 
-    def _follow(self, prompt: S, begun: Callable[[Node], S | None]) -> tuple[Node | None, S]:
-        """Return the deepest node whose path begins the prompt, and the rest. begun: what a node adds to its
-        parent.
+    def _follow(self, prompt: S, addition: Callable[[Node], S | None]) -> tuple[Node | None, S]:
+        """Return the deepest node whose path begins the prompt, and the rest. addition: what a node adds to
+        its parent.
         """
         parent = None
         rest = prompt
         while True:
             above = parent.number if parent else -1
-            below = {node: begun(node) for node in [*self._by_number.values()] if node.parent == above}
+            below = {node: addition(node) for node in [*self._by_number.values()] if node.parent == above}
             node = self._newest([node for node, text in below.items() if text and rest.startswith(text)])
             if node is None:
                 return parent, rest
@@ -231,45 +231,53 @@ class Session(SampledTurns):
 
     def add(
         self,
-        asked: Asked,
+        request: Asked,
         prompt_ids: np.ndarray,
         response: Response,
         *,
         number: int,
-        said: dict[str, Any] | None = None,
+        message: dict[str, Any] | None = None,
         text: str = "",
         name: str = "",
         images: Placed = (),
     ) -> Node:
         """Add the answer to a request. Raises DataError if it is empty, or prompt_ids do not extend
-        `asked.parent`.
+        `request.parent`.
 
-        number: of `sampling`. said: the assistant's message, None for a completion. name: the response's id.
+        number: of `sampling`. message: the assistant's message, None for a completion. name: the response's
+        id.
         images: placed in prompt_ids.
         """
         if not response.sampled_tokens:
             raise DataError("an answer has no sampled token.")
-        node = Node(number, response, text, {} if said is None else said, [name] if name else [])
-        self._join(node, asked, prompt_ids, images)
+        node = Node(number, response, text, {} if message is None else message, [name] if name else [])
+        self._join(node, request, prompt_ids, images)
         return node
 
-    def recorded(self, asked: Asked, prompt_ids: np.ndarray, images: Placed = ()) -> Node | None:
+    def recorded(self, request: Asked, prompt_ids: np.ndarray, images: Placed = ()) -> Node | None:
         """Claim the record's answer to a prompt of these ids and images, which then needs no sampling."""
-        parent, given = self._given(asked, prompt_ids, images)
-        read = keys(given.ids, given.images)
-        same = (each for each in self._unclaimed.values() if each.parent == parent)
-        node = next((each for each in same if np.array_equal(keys(each.given, each.images), read)), None)
+        parent, addition = self._given(request, prompt_ids, images)
+        read = keys(addition.ids, addition.images)
+        same = (candidate for candidate in self._unclaimed.values() if candidate.parent == parent)
+        node = next(
+            (
+                candidate
+                for candidate in same
+                if np.array_equal(keys(candidate.given, candidate.images), read)
+            ),
+            None,
+        )
         if node is not None:
             del self._unclaimed[node.number]
             node.replayed, node.received, node.joined = True, False, 0
-            self._join(node, asked, prompt_ids, images)
+            self._join(node, request, prompt_ids, images)
         return node
 
-    def also(self, node: Node, said: dict[str, Any]) -> None:
-        """Let requests that hold `said` extend the node, such as what a stream sent where a parser reads
+    def also(self, node: Node, message: dict[str, Any]) -> None:
+        """Let requests that hold `message` extend the node, such as what a stream sent where a parser reads
         otherwise.
         """
-        key = _digest(node.base, canonical(said))
+        key = _digest(node.base, canonical(message))
         if key not in node.keys:
             node.keys.append(key)
         self._know(node)
@@ -279,35 +287,35 @@ class Session(SampledTurns):
             if node not in self._paths.setdefault(key, []):
                 self._paths[key].append(node)
 
-    def _given(self, asked: Asked, prompt_ids: np.ndarray, images: Placed) -> tuple[int, Response]:
+    def _given(self, request: Asked, prompt_ids: np.ndarray, images: Placed) -> tuple[int, Response]:
         """Return the number of the parent, and what the prompt adds to its tokens."""
-        known = self.whole(asked.parent)
-        start = len(known.ids)
-        if not np.array_equal(keys(known.ids, known.images), keys(prompt_ids, images)[:start]):
+        prefix = self.whole(request.parent)
+        start = len(prefix.ids)
+        if not np.array_equal(keys(prefix.ids, prefix.images), keys(prompt_ids, images)[:start]):
             raise DataError("a prompt does not begin with the ids of the turn that it extends.")
-        new = tuple(replace(each, first=each.first - start) for each in images if each.first >= start)
-        return asked.parent.number if asked.parent else -1, not_sampled(prompt_ids[start:], images=new)
+        new = tuple(replace(image, first=image.first - start) for image in images if image.first >= start)
+        return request.parent.number if request.parent else -1, not_sampled(prompt_ids[start:], images=new)
 
-    def _join(self, node: Node, asked: Asked, prompt_ids: np.ndarray, images: Placed) -> None:
-        node.parent, given = self._given(asked, prompt_ids, images)
-        node.given = given.ids
-        node.images = given.images
-        node.messages = asked.messages[asked.covered :]
-        node.asked = asked.text
-        node.base = asked.base
+    def _join(self, node: Node, request: Asked, prompt_ids: np.ndarray, images: Placed) -> None:
+        node.parent, addition = self._given(request, prompt_ids, images)
+        node.given = addition.ids
+        node.images = addition.images
+        node.messages = request.messages[request.covered :]
+        node.asked = request.text
+        node.base = request.base
         if node.said:
             self.also(node, node.said)
-        if asked.parent:
-            self._claim(asked.parent)
+        if request.parent:
+            self._claim(request.parent)
             self._extended.add(node.parent)
         self._by_number[node.number] = node
         self.nodes.append(node)
 
     def _claim(self, node: Node) -> None:
-        for each in self.path(node):
-            if self._unclaimed.pop(each.number, None):
-                self.nodes.append(each)
-                self._extended.add(each.parent)
+        for ancestor in self.path(node):
+            if self._unclaimed.pop(ancestor.number, None):
+                self.nodes.append(ancestor)
+                self._extended.add(ancestor.parent)
 
     # --- the tree
     # -----------------------------------------------------------------------------------------------------
@@ -319,9 +327,9 @@ class Session(SampledTurns):
 
     @property
     def leaves(self) -> list[Node]:
-        kept = self.kept
-        inner = {node.parent for node in kept}
-        return [node for node in kept if node.number not in inner]
+        nodes = self.kept
+        inner = {node.parent for node in nodes}
+        return [node for node in nodes if node.number not in inner]
 
     @property
     def turns(self) -> list[Response]:  # type: ignore[override]
@@ -367,15 +375,19 @@ class Session(SampledTurns):
     def value(self) -> float | None:
         """The sample's reward: the mean over the leaves, None while one of them has none."""
         rewards = [self._of_leaf(leaf) for leaf in self.leaves]
-        known = [reward for reward in rewards if reward is not None]
-        if not known or len(known) < len(rewards):
+        known_rewards = [reward for reward in rewards if reward is not None]
+        if not known_rewards or len(known_rewards) < len(rewards):
             return None
         # Without overrides exactly the session's reward: a mean may round, and leave offsets.
-        return known[0] if len(set(known)) == 1 else math.fsum(known) / len(known)
+        return (
+            known_rewards[0]
+            if len(set(known_rewards)) == 1
+            else math.fsum(known_rewards) / len(known_rewards)
+        )
 
     def _of_leaf(self, leaf: Node) -> float | None:
-        own = (self._override(node) for node in reversed(self.path(leaf)))
-        return next((reward for reward in own if reward is not None), self._rewards.get(""))
+        overrides = (self._override(node) for node in reversed(self.path(leaf)))
+        return next((reward for reward in overrides if reward is not None), self._rewards.get(""))
 
     def _override(self, node: Node) -> float | None:
         return next((self._rewards[name] for name in reversed(node.names) if name in self._rewards), None)
@@ -484,5 +496,5 @@ def _sorted(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
-def _digest(before: str, text: str) -> str:
-    return hashlib.blake2b((before + text).encode(), digest_size=16).hexdigest()
+def _digest(prefix: str, text: str) -> str:
+    return hashlib.blake2b((prefix + text).encode(), digest_size=16).hexdigest()

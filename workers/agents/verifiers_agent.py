@@ -39,7 +39,7 @@ def _made(text: str, folder: str) -> tuple[vf.Env, vf.Taskset]:
         env = vf.load_environment(vf.resolve_env_config(options))
         return env, env.taskset.select(select)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise ConfigError(f"verifiers refuses its options: {', '.join(wrong)}.") from None
 
 
@@ -80,8 +80,8 @@ class Agent:
             episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            told = [f"{error.type}: {error.message}" for error in errors]
-            raise EpisodeError(shorten(", ".join(told), LONGEST_QUOTE) or "the episode is not ok")
+            messages = [f"{error.type}: {error.message}" for error in errors]
+            raise EpisodeError(shorten(", ".join(messages), LONGEST_QUOTE) or "the episode is not ok")
         return _reward([trace for trace in episode.traces if trace.agent.config.client.base_url == base_url])
 
 

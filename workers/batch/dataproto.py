@@ -94,12 +94,14 @@ class DataProto:
         import torch
 
         numbers = {name: values for name, values in self.columns.items() if values.dtype.kind in "biuf"}
-        others = {name: values.astype(object) for name, values in self.columns.items() if name not in numbers}
+        object_columns = {
+            name: values.astype(object) for name, values in self.columns.items() if name not in numbers
+        }
         return DataProto(
             torch.from_numpy(self.lengths),
             _typed({name: torch.from_numpy(values) for name, values in self.tokens.items()}),
             {name: torch.from_numpy(np.array(values)) for name, values in numbers.items()},
-            self.objects | others,
+            self.objects | object_columns,
             self.meta,
         )
 
@@ -125,10 +127,10 @@ class DataProto:
             raise DataError(f"a batch needs a jagged column of tokens, it has {sorted(columns)}")
         lengths = {name: value.offsets().diff().cpu().long() for name, value in jagged.items()}
         first = next(iter(lengths))
-        for name, found in lengths.items():
-            if not found.equal(lengths[first]):
-                row = int((found != lengths[first]).nonzero()[0])
-                sizes = int(found[row]), int(lengths[first][row])
+        for name, row_lengths in lengths.items():
+            if not row_lengths.equal(lengths[first]):
+                row = int((row_lengths != lengths[first]).nonzero()[0])
+                sizes = int(row_lengths[row]), int(lengths[first][row])
                 raise DataError(
                     f"column {name!r} has {sizes[0]} tokens in row {row}, but {first!r} has {sizes[1]}."
                 )
@@ -254,15 +256,17 @@ def wrong_length(sizes: Mapping[str, int]) -> tuple[str, str] | None:
     return wrong, next(name for name, size in sizes.items() if size == usual)
 
 
-def _check_sizes(columns: Mapping[str, Array], size: int, what: str) -> None:
+def _check_sizes(columns: Mapping[str, Array], size: int, unit: str) -> None:
     for name, values in columns.items():
         if len(values) != size:
-            raise DataError(f"column {name!r} holds {len(values)} values for {size} {what}")
+            raise DataError(f"column {name!r} holds {len(values)} values for {size} {unit}")
 
 
 def _typed(tokens: dict[str, Array]) -> dict[str, Array]:
     import torch  # the engine refuses fractions, which stay here
 
     types = {"input_ids": torch.int64, "loss_mask": torch.bool}
-    whole = {name for name in types if name in tokens and not tokens[name].is_floating_point()}
-    return {name: values.to(types[name]) if name in whole else values for name, values in tokens.items()}
+    integer_names = {name for name in types if name in tokens and not tokens[name].is_floating_point()}
+    return {
+        name: values.to(types[name]) if name in integer_names else values for name, values in tokens.items()
+    }

@@ -162,8 +162,8 @@ def join_tokens(
     sequences.
     """
     rank, row = _places(plan, rows)
-    where = [blocks[dp] for dp in rank], row.tolist()
-    columns = {name: places(name, *where) for name in mode.returns}
+    locations = [blocks[dp] for dp in rank], row.tolist()
+    columns = {name: places(name, *locations) for name in mode.returns}
     return PlanResult(columns, merge(metrics))
 
 

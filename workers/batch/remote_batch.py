@@ -28,31 +28,33 @@ images lack it.
 """
 
 
-def stored(images: Iterable[PlacedImage], known: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
-    """Put images into the object store, each content once. known: references by digest, extended."""
+def stored(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
+    """Put images into the object store, each content once. refs: references by digest, extended."""
     import ray
 
     def put(image: Image) -> Image:
         if isinstance(image.data, ray.ObjectRef):
             return image
-        if image.digest not in known:
-            known[image.digest] = ray.put(png_of(image.data))
-        return replace(image, data=known[image.digest])
+        if image.digest not in refs:
+            refs[image.digest] = ray.put(png_of(image.data))
+        return replace(image, data=refs[image.digest])
 
-    return tuple(replace(each, image=put(each.image)) for each in images)
+    return tuple(replace(placed_image, image=put(placed_image.image)) for placed_image in images)
 
 
 def fetched(column: np.ndarray) -> np.ndarray:
     """Return a column of images with their PNG bytes, each content fetched once."""
     import ray
 
-    data = {each.image.digest: each.image.data for images in column for each in images}
-    refs = {digest: found for digest, found in data.items() if isinstance(found, ray.ObjectRef)}
+    data = {
+        placed_image.image.digest: placed_image.image.data for images in column for placed_image in images
+    }
+    refs = {digest: content for digest, content in data.items() if isinstance(content, ray.ObjectRef)}
     if refs:  # a call with none would start a Ray
         data |= dict(zip(refs, ray.get(list(refs.values())), strict=True))
 
-    def read(each: PlacedImage) -> PlacedImage:
-        return replace(each, image=replace(each.image, data=data[each.image.digest]))
+    def read(placed_image: PlacedImage) -> PlacedImage:
+        return replace(placed_image, image=replace(placed_image.image, data=data[placed_image.image.digest]))
 
     return object_column([tuple(map(read, images)) for images in column])
 
@@ -166,28 +168,32 @@ class RemoteBatch:
         blocks = dict(zip(refs, ray.get(refs), strict=True))
         rows = {name: _rows(column, blocks) for name, column in read.items()}
         lengths = {
-            name: np.array([len(row) for row in found], dtype=np.int64) for name, found in rows.items()
+            name: np.array([len(row) for row in token_rows], dtype=np.int64)
+            for name, token_rows in rows.items()
         }
         first = next(iter(lengths))
-        for name, found in lengths.items():
-            if not np.array_equal(found, lengths[first]):
-                row = np.flatnonzero(found != lengths[first])[0]
+        for name, row_lengths in lengths.items():
+            if not np.array_equal(row_lengths, lengths[first]):
+                row = np.flatnonzero(row_lengths != lengths[first])[0]
                 raise DataError(
-                    f"column {name!r} has {found[row]} tokens in row {row}, but {first!r} has "
+                    f"column {name!r} has {row_lengths[row]} tokens in row {row}, but {first!r} has "
                     f"{lengths[first][row]}."
                 )
         # A rank may have no rows.
         empty = {
             name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows
         }
-        tokens = {name: np.concatenate(found) if found else empty[name] for name, found in rows.items()}
+        tokens = {
+            name: np.concatenate(token_rows) if token_rows else empty[name]
+            for name, token_rows in rows.items()
+        }
         images = {IMAGES: fetched(self.columns[IMAGES])} if IMAGES in self.columns else {}
         return DataProto(lengths[first], tokens, self.columns | images, meta=self.meta).as_tensors()
 
 
 def _rows(column: np.ndarray, blocks: dict["ObjectRef", DataProto]) -> list[np.ndarray]:
-    found = []
+    rows = []
     for ref, name, row in column:
         block = blocks[ref]
-        found.append(block.tokens[name][block.offsets[row] : block.offsets[row + 1]])
-    return found
+        rows.append(block.tokens[name][block.offsets[row] : block.offsets[row + 1]])
+    return rows

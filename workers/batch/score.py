@@ -77,31 +77,31 @@ def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: 
 
     environment: parts of the environment or agent, among which are `ours`.
     """
-    own = set(environment) - set(ours)
-    if names := sorted(filter(is_reserved, {*parts, *own})):
+    environment_parts = set(environment) - set(ours)
+    if names := sorted(filter(is_reserved, {*parts, *environment_parts})):
         raise DataError(f"reward part {names[0]!r}: Ballast has a number of this name. Rename the part.")
-    if names := sorted(own & set(parts)):
+    if names := sorted(environment_parts & set(parts)):
         raise DataError(
             f"reward part {names[0]!r}: reward functions and the environment both give it. Rename one."
         )
 
 
-def as_score(value: Any, response: str, *, of: str = "the reward function") -> Score:
+def as_score(value: Any, response: str, *, source: str = "the reward function") -> Score:
     """Convert a finite number, or a mapping with `reward` (verl: `score`), others and perhaps `answer`
     (`pred`).
 
-    Raises DataError, which names a part that is not a number. of: what returned it.
+    Raises DataError, which names a part that is not a number. source: what returned it.
     """
     parts = _with_our_names(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
-        raise DataError(f"{of} returned a mapping without 'reward': {quoted(list(parts))}.")
+        raise DataError(f"{source} returned a mapping without 'reward': {quoted(list(parts))}.")
     answer = parts.pop("answer", None)
     numbers = {str(name): _number(part) for name, part in parts.items()}
     bad = [name for name, number in numbers.items() if not is_finite(number)]
     if bad:
-        told = f"it returned {quoted(value)} for {quoted(response)}"
+        description = f"it returned {quoted(value)} for {quoted(response)}"
         place = f", where {_said(value, bad[0])}" if isinstance(value, Mapping) else ""
-        raise DataError(f"{of} must return finite float32 numbers, {told}{place}.")
+        raise DataError(f"{source} must return finite float32 numbers, {description}{place}.")
     return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
 
 
@@ -130,22 +130,22 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
 
     A failure of either fails the sample. The environment's `turns` are its opening and come first.
     """
-    told = score.turns
+    turns = score.turns
     session = environment.session
     if environment.turns:
-        told = (*environment.turns, *(score.turns or ({"policy": score.response},)))
+        turns = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
         unearned = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
-        return Score(0.0, score.response, failure=failure, turns=told, credit=unearned, session=session)
-    own = {"environment": environment.reward} if as_part else {}
-    parts = own | environment.parts | score.parts
+        return Score(0.0, score.response, failure=failure, turns=turns, credit=unearned, session=session)
+    environment_part = {"environment": environment.reward} if as_part else {}
+    parts = environment_part | environment.parts | score.parts
     reward = environment.reward + score.reward
     return Score(
         reward,
         score.response,
         parts,
         score.answer or environment.answer,
-        turns=told,
+        turns=turns,
         credit=environment.credit,
         session=session,
     )
@@ -155,8 +155,8 @@ def with_texts(score: Score, response: str = "", turns: tuple[dict[str, str], ..
     """Add the texts that `RewardWorker` left out. An empty turn of the policy follows an environment's
     opening.
     """
-    told = (*score.turns[:-1], *(turns or ({"policy": response},))) if score.turns else turns
-    return replace(score, response=response, turns=told)
+    full_turns = (*score.turns[:-1], *(turns or ({"policy": response},))) if score.turns else turns
+    return replace(score, response=response, turns=full_turns)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

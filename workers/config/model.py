@@ -210,9 +210,9 @@ def checkpointing_words(model: ModelConfig) -> str:
     """Describe what `model.gradient_checkpointing=auto` was decided to be."""
     mode = model.gradient_checkpointing
     layers = model.recompute_num_layers
-    where = (
+    layer_words = (
         f"in the first {layers} layers of each stage, {LIGHTER[mode]} in the others"
         if layers
         else "in all layers"
     )
-    return f"model.gradient_checkpointing=auto: {mode} {where}"
+    return f"model.gradient_checkpointing=auto: {mode} {layer_words}"

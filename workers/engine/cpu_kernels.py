@@ -113,10 +113,10 @@ class GroupedAdapters(PunicaWrapperCPU):
 
 def _groups(slots: Tensor) -> list[tuple[int, Tensor | slice]]:
     """Return adapters and their rows. slots: int64 [rows], -1 for none."""
-    found = [slot for slot in slots.unique().tolist() if slot >= 0]
-    if len(found) == 1 and bool((slots == found[0]).all()):
-        return [(found[0], slice(0, len(slots)))]  # without copies
-    return [(slot, (slots == slot).nonzero().flatten()) for slot in found]
+    adapters = [slot for slot in slots.unique().tolist() if slot >= 0]
+    if len(adapters) == 1 and bool((slots == adapters[0]).all()):
+        return [(adapters[0], slice(0, len(slots)))]  # without copies
+    return [(slot, (slots == slot).nonzero().flatten()) for slot in adapters]
 
 
 if current_platform.is_cpu():

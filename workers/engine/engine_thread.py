@@ -183,10 +183,10 @@ class EngineThread(EngineCoreClient):
 
 def engine_in_a_thread(arguments: Any) -> AsyncLLM:
     """Build a one-process engine from `AsyncEngineArgs`."""
-    made = EngineCoreClient.__dict__["make_async_mp_client"]
+    client_factory = EngineCoreClient.__dict__["make_async_mp_client"]
     # vLLM has no setting for it (`make_client`'s TODO).
     EngineCoreClient.make_async_mp_client = EngineThread  # type: ignore[method-assign, assignment]
     try:
         return AsyncLLM.from_engine_args(arguments)
     finally:
-        EngineCoreClient.make_async_mp_client = made  # type: ignore[method-assign]
+        EngineCoreClient.make_async_mp_client = client_factory  # type: ignore[method-assign]

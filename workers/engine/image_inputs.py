@@ -38,22 +38,22 @@ class ImageInputs:
             return tokens_input(ids.tolist(), cache_salt=salt)
         items = []
         places = []
-        for each in images:
-            item, token, tokens = await asyncio.shield(self._item(each.image))
+        for placed_image in images:
+            item, token, tokens = await asyncio.shield(self._item(placed_image.image))
             items.append(item)
-            places.append(_place(ids, each, token, tokens))
-        hashes = {"image": [f"{each.image.digest:016x}" for each in images]}
+            places.append(_place(ids, placed_image, token, tokens))
+        hashes = {"image": [f"{placed_image.image.digest:016x}" for placed_image in images]}
         processed = MultiModalKwargsItems({"image": items})
         return mm_input(ids.tolist(), processed, hashes, {"image": places}, cache_salt=salt)
 
     def _item(self, image: Image) -> "asyncio.Task[tuple[Any, int, int]]":
-        found = self._processed.pop(image.digest, None)
-        if found is None or (found.done() and found.exception()):
-            found = asyncio.create_task(self._process(image))
-        self._processed[image.digest] = found
+        task = self._processed.pop(image.digest, None)
+        if task is None or (task.done() and task.exception()):
+            task = asyncio.create_task(self._process(image))
+        self._processed[image.digest] = task
         if len(self._processed) > KEPT:
             del self._processed[next(iter(self._processed))]
-        return found
+        return task
 
     async def _process(self, image: Image) -> tuple[Any, int, int]:
         """Return the engine's item, the token that it embeds, and how many of them the image takes."""
@@ -66,11 +66,11 @@ class ImageInputs:
 
         processor = self._engine.renderer.get_mm_processor()
         items = processor.info.parse_mm_data({"image": [PIL.Image.open(io.BytesIO(data))]})
-        made = processor(processor.dummy_inputs.get_dummy_text({"image": 1}), items)
-        place = made["mm_placeholders"]["image"][0]
-        expanded = np.array(made["prompt_token_ids"][place.offset : place.offset + place.length])
+        inputs = processor(processor.dummy_inputs.get_dummy_text({"image": 1}), items)
+        place = inputs["mm_placeholders"]["image"][0]
+        expanded = np.array(inputs["prompt_token_ids"][place.offset : place.offset + place.length])
         embedded = expanded if place.is_embed is None else expanded[place.is_embed.numpy()]
-        return made["mm_kwargs"]["image"][0], int(embedded[0]), len(embedded)
+        return inputs["mm_kwargs"]["image"][0], int(embedded[0]), len(embedded)
 
 
 async def png_bytes(image: Image) -> bytes:

@@ -71,18 +71,18 @@ class Response:
     def sampled_tokens(self) -> int:
         return int(np.sum(self.versions >= 0))
 
-    def after(self, begun: "Response | None") -> "Response":
+    def after(self, beginning: "Response | None") -> "Response":
         """Join with the beginning that another engine sampled, which this engine read as a part of the
         prompt.
         """
-        if begun is None:
+        if beginning is None:
             return self
-        read = max(0, self.read_tokens - len(begun.ids))
+        read = max(0, self.read_tokens - len(beginning.ids))
         return replace(
             self,
-            ids=np.concatenate([begun.ids, self.ids]),
-            log_probs=np.concatenate([begun.log_probs, self.log_probs]),
-            versions=np.concatenate([begun.versions, self.versions]),
+            ids=np.concatenate([beginning.ids, self.ids]),
+            log_probs=np.concatenate([beginning.log_probs, self.log_probs]),
+            versions=np.concatenate([beginning.versions, self.versions]),
             read_tokens=read,
             cached_tokens=min(self.cached_tokens, read),
         )

@@ -119,8 +119,8 @@ def carries_state(path: str) -> bool:
     from vllm import ModelRegistry
 
     names = _description(path).get("architectures") or ()
-    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
-    return any(model.inspect_model_cls().is_hybrid for model in known)
+    models = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
+    return any(model.inspect_model_cls().is_hybrid for model in models)
 
 
 def _description(path: str) -> dict[str, Any]:

@@ -91,35 +91,39 @@ class Conversation:
     def turn(self, ids: np.ndarray, *, finished: bool) -> Turn:
         """The turn for the environment. finished: whether the policy ended it."""
         if self._parser is not None:
-            said = self._parser.turn(ids, finished)
+            turn = self._parser.turn(ids, finished)
         else:
             plain = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-            said = Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
+            turn = Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
         if self._messages is not None:
-            self.transcript.append(said.message())
-        return said
+            self.transcript.append(turn.message())
+        return turn
 
-    def observed(self, turn: Response, said: Turn, observation: Text) -> tuple[Response, Response | None]:
+    def observed(
+        self, turn: Response, turn_text: Turn, observation: Text
+    ) -> tuple[Response, Response | None]:
         """Return the tokens of an observation after a turn, and the next prompt if it changes what came
         before.
 
-        said: the turn's text.
+        turn_text: the turn's text.
         Raises EpisodeError if the template cannot render it there.
         """
         last = int(turn.ids[-1]) if len(turn.ids) else None
         if self._messages is None:
             return self._encode([_text_only(observation)], last=last), None
         new, images = self._read(observation)
-        following = _answers(new, said.tool_calls)
+        following = _answers(new, turn_text.tool_calls)
         self.transcript += following
-        before = self._messages
+        earlier_messages = self._messages
         end = "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
-        served = self._served(said.message(), turn.ids, following)
+        served = self._served(turn_text.message(), turn.ids, following)
         if served is not None and served[1] is None:
             return self._encode([served[0]], images, last=last), None
-        kept, text = continued(self._render, before, following, end, calls=len(said.tool_calls))
+        messages, text = continued(
+            self._render, earlier_messages, following, end, calls=len(turn_text.tool_calls)
+        )
         if served is None:
-            self._messages = kept
+            self._messages = messages
         branch = None if served is None or served[1] is None else self._encode(served[1], self._images)
         return self._encode([text], images, last=last), branch
 
@@ -131,25 +135,25 @@ class Conversation:
         """
         if self._history is None or self.refused or self._messages is None:
             return None
-        said = [*self._messages, self._history.opaque(message, ids)]
+        messages = [*self._messages, self._history.opaque(message, ids)]
         try:
-            rendered = self._render([*said, *following])
-            self.refused = not _shows(self._render, said, following)
+            rendered = self._render([*messages, *following])
+            self.refused = not _shows(self._render, messages, following)
         except DataError:  # such as two calls where a template takes one
             self.refused = True
         if self.refused:
             return None
-        self._messages = [*said, *following]
+        self._messages = [*messages, *following]
         return self._history.next_prompt(rendered)
 
-    def _read(self, said: Text) -> tuple[Messages, list[Image]]:
+    def _read(self, observation: Text) -> tuple[Messages, list[Image]]:
         """Return messages of the other side with bare parts for images, and the images. Raises
         EpisodeError.
         """
         try:
-            messages, values = with_images(_as_messages(said), None, WHERE)
+            messages, values = with_images(_as_messages(observation), None, WHERE)
             images = [
-                each if isinstance(each, Image) else decoded(each, WHERE, self._pixels) for each in values
+                value if isinstance(value, Image) else decoded(value, WHERE, self._pixels) for value in values
             ]
         except DataError as error:
             raise EpisodeError(str(error)) from None
@@ -163,19 +167,21 @@ class Conversation:
 
         last: the id before them.
         """
-        left = list(images)
-        found = list[Response]()
+        rest_images = list(images)
+        responses = list[Response]()
         for part in parts:
             if isinstance(part, str):
                 ids = np.asarray(self._renderer.ids_behind(part, last, WHERE), dtype=np.int32)
-                ids, placed = self._renderer.expand(ids, left[: self._renderer.images_in(ids)], WHERE)
+                ids, placed = self._renderer.expand(ids, rest_images[: self._renderer.images_in(ids)], WHERE)
                 part = not_sampled(ids, images=placed)
             last = int(part.ids[-1]) if len(part.ids) else last
-            left = left[len(part.images) :]
-            found.append(part)
-        if left:
-            raise EpisodeError(f"the chat template shows {len(images) - len(left)} of {len(images)} images")
-        return joined(found)
+            rest_images = rest_images[len(part.images) :]
+            responses.append(part)
+        if rest_images:
+            raise EpisodeError(
+                f"the chat template shows {len(images) - len(rest_images)} of {len(images)} images"
+            )
+        return joined(responses)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         return self._renderer.text(
@@ -199,11 +205,11 @@ def continued(
     while stand_in in str(observation):
         stand_in += "-"
     for turn, following in _with_stand_ins(stand_in, observation, calls):
-        after = [*messages, turn, *following]
+        new_messages = [*messages, turn, *following]
         try:
-            _, found, text = render(after).rpartition(stand_in)
+            _, separator, text = render(new_messages).rpartition(stand_in)
             closing = _closing(render, messages, stand_in, turn)
-            shown = found and _shows(render, [*messages, turn], following)
+            is_shown = separator and _shows(render, [*messages, turn], following)
         except DataError as error:
             failure = str(error)
             continue
@@ -215,8 +221,8 @@ def continued(
             text = (closing.partition(end)[2] if end and end in closing else closing) + text
         else:
             text = text.removeprefix(end)
-        if shown:
-            return after, text
+        if is_shown:
+            return new_messages, text
     raise EpisodeError(f"{failure} (a message of role {observation[0]['role']} after the policy's turn)")
 
 
@@ -248,8 +254,13 @@ def _with_stand_ins(
     if called:
         functions = [{"name": call["name"], "arguments": {"value": text}} for call in called]
         ids = [call["tool_call_id"] for call in called]
-        made = [{"type": "function", "id": i, "function": f} for i, f in zip(ids, functions, strict=True)]
-        yield {"role": "assistant", "content": "", "tool_calls": made}, [*named, *observation[len(named) :]]
+        tool_calls = [
+            {"type": "function", "id": i, "function": f} for i, f in zip(ids, functions, strict=True)
+        ]
+        yield (
+            {"role": "assistant", "content": "", "tool_calls": tool_calls},
+            [*named, *observation[len(named) :]],
+        )
     yield {"role": "assistant", "content": text}, observation
 
 
@@ -282,8 +293,8 @@ def _answers(observation: Messages, calls: Sequence[dict[str, Any]]) -> Messages
     for message in observation:
         if message["role"] == "tool":
             call = message.get("tool_call_id") or next(order, None)
-            known = {"tool_call_id": call, "name": names.get(call)}
-            message = {name: value for name, value in known.items() if value} | message
+            fields = {"tool_call_id": call, "name": names.get(call)}
+            message = {name: value for name, value in fields.items() if value} | message
         named.append(message)
     return named
 

@@ -134,16 +134,16 @@ class Episode(SampledTurns):
         for parts in (self.turns, self._said, self._rows[-1]):
             parts.append(turn)
 
-    def observe(self, said: Response, branch: Response | None = None) -> bool:
+    def observe(self, observation: Response, branch: Response | None = None) -> bool:
         """Append an observation. Returns False if that leaves no room for another turn.
 
         branch: the next prompt, if it does not continue the current row.
         """
-        if (len(said.ids) + len(self.ids) if branch is None else len(branch.ids)) >= self._max_length:
+        if (len(observation.ids) + len(self.ids) if branch is None else len(branch.ids)) >= self._max_length:
             return False
-        self._said.append(said)
+        self._said.append(observation)
         if branch is None:
-            self._rows[-1].append(said)
+            self._rows[-1].append(observation)
         else:
             self._rows.append([branch])
         return True
@@ -173,22 +173,22 @@ def branches_of(
     """
     images = images or [()] * len(rows)
     prompts = [keys(rows[0]["input_ids"], images[0])[:prompt_tokens]]
-    found = []
+    branches = []
     for row, placed in zip(rows[1:], images[1:], strict=True):
         ids = keys(row["input_ids"], placed)
         shared = next((len(prompt) for prompt in prompts if np.array_equal(prompt, ids[: len(prompt)])), 0)
         if not shared:
             both = min(len(ids), prompt_tokens)
-            own = int(np.argmax(row["loss_mask"]))
+            start = int(np.argmax(row["loss_mask"]))
             shared = int(np.argmin(np.append(ids[:both] == prompts[0][:both], False)))
-            if shared < own // 2:
-                shared = own
-                prompts.append(ids[:own])
+            if shared < start // 2:
+                shared = start
+                prompts.append(ids[:start])
         trained = int(row["loss_mask"].sum())
-        found.append(
+        branches.append(
             Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared), placed)
         )
-    return tuple(found)
+    return tuple(branches)
 
 
 def hash_of(ids: np.ndarray) -> int:
@@ -243,12 +243,12 @@ async def play(
             while True:
                 turn = await sample(episode)
                 episode.add(turn)
-                said = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
-                observation = await environment.step(said)
+                message = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
+                observation = await environment.step(message)
                 score = _with(score, observation, (turn.sampled_tokens, observation.reward, state))
                 if reason := episode.end(done=observation.done):
                     return reason, score
-                observed, branch = conversation.observed(turn, said, observation.text)
+                observed, branch = conversation.observed(turn, message, observation.text)
                 state = _state(observation.text, observed)
                 if not episode.observe(observed, branch):
                     return LENGTH, score
@@ -267,7 +267,7 @@ def _with(score: Score, observation: Observation, credit: tuple[int, float, int]
     return Score(reward, "", parts, failure=score.failure, turns=score.turns, credit=credits)
 
 
-def _state(said: Text, shown: Response) -> int:
-    digests = "".join(f"\n{placed.image.digest}" for placed in shown.images)
-    text = (as_text(said) + digests).encode(errors="replace")
+def _state(observation: Text, prompt: Response) -> int:
+    digests = "".join(f"\n{placed.image.digest}" for placed in prompt.images)
+    text = (as_text(observation) + digests).encode(errors="replace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)

@@ -59,8 +59,8 @@ class SampledTurn:
     def between_added(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the bounds of the texts between added tokens in text[start:stop]."""
         added = self._tokenizer.added_tokens_decoder
-        for token, each in enumerate(self.ids.tolist()):
-            if each in added and start <= (place := self.place(token)) < stop:
+        for token, token_id in enumerate(self.ids.tolist()):
+            if token_id in added and start <= (place := self.place(token)) < stop:
                 yield start, place
                 start = self.place(token + 1)
         yield start, stop
@@ -121,18 +121,20 @@ class History:
         }
 
     def _hidden(self, turn: SampledTurn, start: int, stop: int) -> str:
-        shown = ""
+        masked_text = ""
         for first, last in turn.between_added(start, stop):
             part = turn.text[first:last]
-            before, core, after = part.partition(part.strip()) if part.strip() else (part, "", "")
+            leading_space, core, trailing_space = (
+                part.partition(part.strip()) if part.strip() else (part, "", "")
+            )
             if core:
                 stand_in = f"{self._mark}-{len(self._shown)}."
-                at = first + len(before)
+                at = first + len(leading_space)
                 self._shown[stand_in] = (len(self.turns) - 1, at, at + len(core))
                 core = stand_in
-            shown += turn.text[start:first] + before + core + after
+            masked_text += turn.text[start:first] + leading_space + core + trailing_space
             start = last
-        return shown
+        return masked_text
 
     def next_prompt(self, rendered: str) -> tuple[str, list[str | Response] | None]:
         """Return what `rendered` appends to the row, or else the parts of a new row. Either is
@@ -169,19 +171,23 @@ class History:
         """
         low = 0
         for number, turn in enumerate(self.turns):
-            own = [block for block in blocks if block.turn == number]
+            turn_blocks = [block for block in blocks if block.turn == number]
             high = next((block.start for block in blocks if block.turn > number), len(text))
-            if not own:
+            if not turn_blocks:
                 start = text.find(turn.text, low, high)
-                own = [Block(number, start, 0, len(turn.text))] if start >= 0 else []
+                turn_blocks = [Block(number, start, 0, len(turn.text))] if start >= 0 else []
             ends = (
-                [Block(number, own[0].start - own[0].at, 0, 0)]
-                if own and own[0].start - own[0].at >= low
+                [Block(number, turn_blocks[0].start - turn_blocks[0].at, 0, 0)]
+                if turn_blocks and turn_blocks[0].start - turn_blocks[0].at >= low
                 else []
             )
-            after = own[-1].start - own[-1].at + len(turn.text) if own else low
+            turn_end = turn_blocks[-1].start - turn_blocks[-1].at + len(turn.text) if turn_blocks else low
             joined = list[Block]()
-            for block in [*ends, *own, *([Block(number, after, len(turn.text), 0)] if after <= high else [])]:
+            for block in [
+                *ends,
+                *turn_blocks,
+                *([Block(number, turn_end, len(turn.text), 0)] if turn_end <= high else []),
+            ]:
                 if joined and joined[-1].precedes(block, text, turn.text):
                     joined[-1].length = block.stop - joined[-1].start
                 else:

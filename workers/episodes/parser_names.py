@@ -40,14 +40,19 @@ THINKS = ("</think>", "[THINK]", "<|channel", "thinking")
 
 def parsers_of(template: str) -> tuple[str, str]:
     """Names of vLLM's tool parser and reasoning parser for a chat template, each empty if unknown."""
-    marked = (each for each in FORMATS if each.mark in template)
-    found = next(
-        (each for each in marked if each.mark != "```json" or "<｜tool▁calls▁begin｜>" in template), None
+    marked = (candidate for candidate in FORMATS if candidate.mark in template)
+    template_format = next(
+        (
+            candidate
+            for candidate in marked
+            if candidate.mark != "```json" or "<｜tool▁calls▁begin｜>" in template
+        ),
+        None,
     )
     thinks = any(mark in template for mark in THINKS)
-    if found is None:
+    if template_format is None:
         return "", "deepseek_r1" if "</think>" in template else ""
-    return found.tools, found.reasoning if thinks else ""
+    return template_format.tools, template_format.reasoning if thinks else ""
 
 
 def known_parsers(kind: str) -> set[str]:

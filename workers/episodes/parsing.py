@@ -42,20 +42,22 @@ class TurnParser:
         self._arguments = {name: value for name, value in options.items() if name != "tools"}
         self._opens = partial(_generation_prompt, tokenizer, options)
         self._numbers = itertools.count(1)
-        found = parsers_of(_template(tokenizer, options))
-        self._tools = self._usable("tool_parser", tool_parser, found[0])
-        self._reasoning = self._usable("reasoning_parser", reasoning_parser, found[1])
-        self._call_mark = next((each.call for each in FORMATS if each.tools == self._tools), "")
+        parsers = parsers_of(_template(tokenizer, options))
+        self._tools = self._usable("tool_parser", tool_parser, parsers[0])
+        self._reasoning = self._usable("reasoning_parser", reasoning_parser, parsers[1])
+        self._call_mark = next(
+            (template_format.call for template_format in FORMATS if template_format.tools == self._tools), ""
+        )
 
-    def _usable(self, kind: str, given: str, found: str) -> str:
-        name = given or found
+    def _usable(self, kind: str, configured_name: str, detected_name: str) -> str:
+        name = configured_name or detected_name
         try:
             self._parser(name, "") if kind == "tool_parser" else self._parser("", name)
         except Exception as error:  # each parser has its own errors for a tokenizer without its tokens
-            if not given:
+            if not configured_name:
                 return ""
             raise ConfigError(
-                f"rollout.{kind}={given}: vLLM cannot use it with the tokenizer of model.path "
+                f"rollout.{kind}={configured_name}: vLLM cannot use it with the tokenizer of model.path "
                 f"({named(error)}). Name the model's parser."
             ) from None
         return name
@@ -70,10 +72,12 @@ class TurnParser:
         from vllm.parser import ParserManager
 
         harmony = "openai" in tools or "openai" in reasoning
-        made = ParserManager.get_parser(
+        parser_class = ParserManager.get_parser(
             tools or None, reasoning or None, enable_auto_tools=True, is_harmony=harmony
         )
-        return made and made(self._tokenizer, self._request.tools, chat_template_kwargs=self._arguments)
+        return parser_class and parser_class(
+            self._tokenizer, self._request.tools, chat_template_kwargs=self._arguments
+        )
 
     def turn(self, ids: np.ndarray, finished: bool) -> Turn:
         """Parse a turn's ids. finished: whether the policy ended it, so that the last token may be an end
@@ -81,37 +85,37 @@ class TurnParser:
         """
         added = self._tokenizer.added_tokens_decoder
         ends = finished and len(ids) > 0 and int(ids[-1]) in added and added[int(ids[-1])].special
-        plain, text, said = (
+        plain, text, body = (
             str(self._tokenizer.decode(part.tolist(), skip_special_tokens=skip))
             for part, skip in ((ids, True), (ids, False), (ids[:-1] if ends else ids, False))
         )
-        parser = self._parser(self._tools, self._reasoning if self._thinks(said) else "")
+        parser = self._parser(self._tools, self._reasoning if self._thinks(body) else "")
         if parser is None:
-            return Turn(plain, text, said)
+            return Turn(plain, text, body)
         with _Failures() as failures:
             try:
-                found = parser.parse(
-                    said, self._request, enable_auto_tools=True, model_output_token_ids=ids.tolist()
+                parts = parser.parse(
+                    body, self._request, enable_auto_tools=True, model_output_token_ids=ids.tolist()
                 )
             except Exception as error:  # a model may write any text
                 failures.found.append(error)
-                found = None, said, None
-        reasoning = found[0] or ""
-        content = found[1] or ""
-        calls = found[2] or []
-        rest = said.partition(reasoning)[2] if reasoning else said
+                parts = None, body, None
+        reasoning = parts[0] or ""
+        content = parts[1] or ""
+        calls = parts[2] or []
+        rest = body.partition(reasoning)[2] if reasoning else body
         if not failures.found and not (self._call_mark and rest.count(self._call_mark) > len(calls)):
             errors = []
         else:
             why = f": {named(failures.found[0])}" if failures.found else ""
             errors = [f"a tool call could not be read{why}"]
-        return Turn(plain, text, content, reasoning, [self._call(call, said) for call in calls], errors)
+        return Turn(plain, text, content, reasoning, [self._call(call, body) for call in calls], errors)
 
-    def _thinks(self, said: str) -> bool:
+    def _thinks(self, body: str) -> bool:
         """Whether the turn holds reasoning. vLLM takes a text without any mark for unfinished reasoning."""
         start, end = self.marks
         return (
-            not (start and end) or start in said or end in said or start in self._opens().rpartition(end)[2]
+            not (start and end) or start in body or end in body or start in self._opens().rpartition(end)[2]
         )
 
     @cached_property
@@ -120,7 +124,7 @@ class TurnParser:
         start, end = (getattr(parser, f"reasoning_{side}_str", None) or "" for side in ("start", "end"))
         return start.strip(), end.strip()
 
-    def _call(self, call: Any, said: str) -> dict[str, Any]:
+    def _call(self, call: Any, body: str) -> dict[str, Any]:
         """The call as in chat messages. An id that the model did not write is a number, the same in every
         run.
         """
@@ -130,7 +134,7 @@ class TurnParser:
         except (TypeError, ValueError):
             arguments = None
         return {
-            "id": call.id if call.id and call.id in said else f"call{number:05}",
+            "id": call.id if call.id and call.id in body else f"call{number:05}",
             "type": "function",
             "function": {
                 "name": call.name,

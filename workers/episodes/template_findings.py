@@ -70,9 +70,9 @@ class TemplateFindings:
     system: Following
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> "TemplateFindings":
-        cases = tuple(Following(**case) for case in found["cases"])
-        return cls(**{**found, "cases": cases, "system": Following(**found["system"])})
+    def of_json(cls, fields: Mapping[str, Any]) -> "TemplateFindings":
+        cases = tuple(Following(**case) for case in fields["cases"])
+        return cls(**{**fields, "cases": cases, "system": Following(**fields["system"])})
 
     @property
     def system_matters(self) -> bool:
@@ -118,11 +118,11 @@ def template_findings(
 
 
 def _with_system(render: Render, prompt: Messages, options: Options, is_token: re.Pattern[str]) -> Following:
-    whole = [{"role": "system", "content": RULE}, *prompt]
+    messages = [{"role": "system", "content": RULE}, *prompt]
     try:
-        if RULE not in render(whole, True, options):
+        if RULE not in render(messages, True, options):
             return Following("system", "plain", REFUSES, "does not show a message of role system")
-        case, _ = _case(render, whole, "user", "plain", options, is_token)
+        case, _ = _case(render, messages, "user", "plain", options, is_token)
     except Exception as error:  # templates may raise anything
         return Following("system", "plain", REFUSES, f"raises {named(error)}")
     return replace(case, role="system")
@@ -144,22 +144,22 @@ def _case(
     read = render(prompt, True, options)
     for message in _turns(turn, calls):
         try:
-            before = render([*prompt, message], False, options)
-            after = render([*prompt, message, *answers], True, options)
+            turn_text = render([*prompt, message], False, options)
+            answered_text = render([*prompt, message, *answers], True, options)
         except Exception as error:  # templates may raise anything
             change = change or f"raises {named(error)}"
             continue
-        if any(answer["content"] not in after for answer in answers):
+        if any(answer["content"] not in answered_text for answer in answers):
             change = f"does not show a message of role {answers[0]['role']}"
-        elif ANSWER not in before:
+        elif ANSWER not in turn_text:
             outcome = REWRITES
             change = "leaves calls out" if "tool_calls" in message else "leaves the turn out"
-        elif turn in REASONED and THOUGHT not in before:
+        elif turn in REASONED and THOUGHT not in turn_text:
             outcome = REWRITES
             change = "leaves reasoning out"
         else:
-            seen, again, end = _compared(read, before, after, is_token, reasoned=turn in REASONED)
-            change = "" if after.startswith(seen) else _change(seen, again)
+            seen, again, end = _compared(read, turn_text, answered_text, is_token, reasoned=turn in REASONED)
+            change = "" if answered_text.startswith(seen) else _change(seen, again)
             return Following(role, turn, REWRITES if change else APPENDS, change), end
     return Following(role, turn, outcome, change), ""
 
@@ -180,35 +180,45 @@ def _turns(turn: str, calls: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _compared(
-    read: str, before: str, after: str, is_token: re.Pattern[str], *, reasoned: bool
+    read: str, turn_text: str, answered_text: str, is_token: re.Pattern[str], *, reasoned: bool
 ) -> tuple[str, str, str]:
     """Return what the policy has read and sampled, the template's text of the same later, and the end token's
     text.
     """
-    said, _, tail = before.rpartition(ANSWER)
-    kept, _, following = after.rpartition(ANSWER)
+    context, _, tail = turn_text.rpartition(ANSWER)
+    later_context, _, following = answered_text.rpartition(ANSWER)
     shared = os.path.commonprefix([tail, following])  # noqa: RUF071 (texts, not paths)
-    own = [*is_token.finditer(shared)] or [*is_token.finditer(tail)]
+    turn_tokens = [*is_token.finditer(shared)] or [*is_token.finditer(tail)]
     theirs = [*is_token.finditer(following.partition(RESULT)[0])]
-    found = own[-1:] or theirs[:1]  # some turns end with the next role's token
-    tail = tail[: own[-1].end()] if own else shared
+    end_tokens = turn_tokens[-1:] or theirs[:1]  # some turns end with the next role's token
+    tail = tail[: turn_tokens[-1].end()] if turn_tokens else shared
     length = len(tail) if following.startswith(tail) else theirs[0].end() if theirs else 0
-    if not said.startswith(read):
-        words = zip(WORD.findall(read), WORD.findall(said), strict=False)
-        same = len("".join(one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], words)))
-        said = read + said[same:]
-    if not reasoned and kept.startswith(read) and said[len(read) :].endswith(kept[len(read) :]):
-        said = kept  # a policy that does not think does not write empty thoughts
-    return said + ANSWER + tail, kept + ANSWER + following[:length], found[0].group() if found else ""
+    if not context.startswith(read):
+        words = zip(WORD.findall(read), WORD.findall(context), strict=False)
+        same = len(
+            "".join(one for one, context_word in itertools.takewhile(lambda pair: pair[0] == pair[1], words))
+        )
+        context = read + context[same:]
+    if (
+        not reasoned
+        and later_context.startswith(read)
+        and context[len(read) :].endswith(later_context[len(read) :])
+    ):
+        context = later_context  # a policy that does not think does not write empty thoughts
+    return (
+        context + ANSWER + tail,
+        later_context + ANSWER + following[:length],
+        end_tokens[0].group() if end_tokens else "",
+    )
 
 
 def _change(seen: str, again: str) -> str:
     one = WORD.findall(seen)
-    other = WORD.findall(again)
+    new_words = WORD.findall(again)
     changes = []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, one, new_words, autojunk=False).get_opcodes():
         old = "".join(one[i:j])
-        new = "".join(other[k:m])
+        new = "".join(new_words[k:m])
         if kind != "equal":
             words = {"delete": f"removes {old!r}", "insert": f"adds {new!r}"}
             changes.append(words.get(kind, f"replaces {old!r} by {new!r}"))

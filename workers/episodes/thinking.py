@@ -48,9 +48,9 @@ class Thinking:
         """Whether a turn that begins with `ids` has begun to reason, there or in the prompt's end, and not
         ended.
         """
-        said = self._text(ids)
+        text = self._text(ids)
         prompt_opens = self._text(prompt_ids[-TAIL:]).rstrip().endswith(self._start)
-        return (prompt_opens or self._start in said) and self._end not in said
+        return (prompt_opens or self._start in text) and self._end not in text
 
     def closing(self, sampling: SamplingConfig) -> Response:
         """Return the inserted tokens. Raises ConfigError if they do not end the reasoning."""

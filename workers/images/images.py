@@ -64,11 +64,15 @@ def keys(ids: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:
     """
     if not images:
         return ids
-    found = ids.astype(np.int64)
-    for each in images:
-        numbers = np.uint64(each.image.digest) + np.arange(each.tokens, dtype=np.uint64) * _ODD
-        found[each.first : each.first + each.tokens] = -1 - (numbers & _LARGEST).astype(np.int64)
-    return found
+    token_keys = ids.astype(np.int64)
+    for placed_image in images:
+        numbers = (
+            np.uint64(placed_image.image.digest) + np.arange(placed_image.tokens, dtype=np.uint64) * _ODD
+        )
+        token_keys[placed_image.first : placed_image.first + placed_image.tokens] = -1 - (
+            numbers & _LARGEST
+        ).astype(np.int64)
+    return token_keys
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,14 @@ class ImageSource:
 
     def image(self) -> Image:
         """Decode the image once, for its digest. Raises as `read_image`."""
-        found = self.open()
-        return Image(digest_of(found), *found.size, self)
+        picture = self.open()
+        return Image(digest_of(picture), *picture.size, self)
 
 
-def decoded(value: Any, where: str, pixels: tuple[int, int]) -> Image:
+def decoded(value: Any, place: str, pixels: tuple[int, int]) -> Image:
     """Read and resize an image that no record holds, see `ImageSource`. Raises as `read_image`."""
-    found = resized(read_image(value, where), *pixels)
-    return Image(digest_of(found), *found.size, png_of(found))
+    picture = resized(read_image(value, place), *pixels)
+    return Image(digest_of(picture), *picture.size, png_of(picture))
 
 
 class Pictures:
@@ -107,11 +111,11 @@ class Pictures:
         self.data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, ([png_of(each) for each in self.data],)
+        return _opened, ([png_of(picture) for picture in self.data],)
 
 
 def _opened(data: Sequence[bytes]) -> "list[PIL.Image.Image]":
-    return [read_image(each, "an image") for each in data]
+    return [read_image(png, "an image") for png in data]
 
 
 def url_of(data: Any) -> str:
@@ -146,11 +150,11 @@ def resized(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image
     return image.resize((short, long) if width < height else (long, short))
 
 
-def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
+def read_image(value: Any, place: str, folder: str = "") -> "PIL.Image.Image":
     """Read an image as RGB: upright, and on white where it is transparent.
 
     value: a path, a data: URL, bytes, PIL's image, or `bytes` and `path` as `datasets` writes them. folder:
-    of relative paths. Raises ImageError, naming the record `where`.
+    of relative paths. Raises ImageError, naming the record `place`.
     """
     import PIL.Image
     import PIL.ImageOps
@@ -160,25 +164,25 @@ def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             if isinstance(value, PIL.Image.Image):
-                found = value
+                picture = value
             else:
-                found = PIL.Image.open(_file(value, where, folder), formats=FORMATS)
-            if found.format not in (None, *FORMATS):
-                raise ImageError(f"{where}: {name} is in format {found.format}. Write it as PNG or JPEG.")
-            if getattr(found, "is_animated", False):
-                raise ImageError(f"{where}: {name} is animated. Give one of its frames.")
-            return _on_white(PIL.ImageOps.exif_transpose(found))
+                picture = PIL.Image.open(_file(value, place, folder), formats=FORMATS)
+            if picture.format not in (None, *FORMATS):
+                raise ImageError(f"{place}: {name} is in format {picture.format}. Write it as PNG or JPEG.")
+            if getattr(picture, "is_animated", False):
+                raise ImageError(f"{place}: {name} is animated. Give one of its frames.")
+            return _on_white(PIL.ImageOps.exif_transpose(picture))
     except PIL.UnidentifiedImageError:
         formats = ", ".join(FORMATS)
         raise ImageError(
-            f"{where}: {name} is not an image in a format of {formats}. Write it as PNG."
+            f"{place}: {name} is not an image in a format of {formats}. Write it as PNG."
         ) from None
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise ImageError(f"{where}: {name} is too large to be read: {error}. Make it smaller.") from None
+        raise ImageError(f"{place}: {name} is too large to be read: {error}. Make it smaller.") from None
     except ImageError:
         raise
     except Exception as error:  # Pillow raises many types for broken files
-        raise ImageError(f"{where}: {name} cannot be read as an image: {named(error)}.") from None
+        raise ImageError(f"{place}: {name} cannot be read as an image: {named(error)}.") from None
 
 
 def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
@@ -191,7 +195,7 @@ def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
     return white.convert("RGB")
 
 
-def _file(value: Any, where: str, folder: str) -> Any:
+def _file(value: Any, place: str, folder: str) -> Any:
     """Return a path or a buffer that Pillow opens."""
     if isinstance(value, dict):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
@@ -199,15 +203,15 @@ def _file(value: Any, where: str, folder: str) -> Any:
         return io.BytesIO(value)
     if not isinstance(value, str):
         raise ImageError(
-            f"{where} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL."
+            f"{place} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL."
         )
     if value.startswith("data:"):
         return io.BytesIO(base64.b64decode(value.partition(",")[2]))
     if "://" in value:
-        raise ImageError(f"{where}: {name_of(value)} is a URL, and images are not fetched. Give a path.")
+        raise ImageError(f"{place}: {name_of(value)} is a URL, and images are not fetched. Give a path.")
     if not (path := Path(folder, value)).is_file():
         raise ImageError(
-            f"{where}: there is no image {path}. Relative paths start at the folder of the data."
+            f"{place}: there is no image {path}. Relative paths start at the folder of the data."
         )
     return path
 

@@ -16,8 +16,8 @@ def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     parts = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
     packed = torch.cat(parts)
     packed = packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True)
-    found = dict(zip(order, packed.split([len(part) for part in parts]), strict=True))
-    return [found[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
+    by_index = dict(zip(order, packed.split([len(part) for part in parts]), strict=True))
+    return [by_index[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
 
 
 class CopyStream:

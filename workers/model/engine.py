@@ -239,7 +239,7 @@ class TrainingEngine:
             reshard_after_forward=self.reshard_after_forward,
             experts=experts,
             uncast=tower,
-            whole=self.module.frozen_tower,
+            unsharded=self.module.frozen_tower,
         )
 
     @property
@@ -287,9 +287,9 @@ class TrainingEngine:
         tokens, in nats.
         """
         self._check_head("lm")
-        kept = ("log_probs", "entropy")
+        columns = ("log_probs", "entropy")
         (log_probs, entropies), metrics = self._forward_only(
-            "log_probs", sequences, micro_batches, kept, _measure
+            "log_probs", sequences, micro_batches, columns, _measure
         )
         return log_probs, entropies, metrics
 
@@ -316,19 +316,20 @@ class TrainingEngine:
         elsewhere.
         """
         self._check_head("lm")
-        found: list[Any] = []
+        columns: list[Any] = []
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             positions = int(sequences.offsets[start]) + rows.loss_positions.numpy()
             parts = [as_numpy(rows.whole(output)) for output in outputs]
-            found.extend(
-                np.zeros((sequences.num_tokens, *part.shape[1:]), part.dtype) for part in parts[len(found) :]
+            columns.extend(
+                np.zeros((sequences.num_tokens, *part.shape[1:]), part.dtype)
+                for part in parts[len(columns) :]
             )
-            for column, part in zip(found, parts, strict=True):
+            for column, part in zip(columns, parts, strict=True):
                 column[positions] = part
 
         self._forward_passes("log_probs", sequences, micro_batches, finish, read=read)
-        return self.stage.from_last(found)
+        return self.stage.from_last(columns)
 
     def output_layer(self) -> WholeLayer:
         """Return the whole output layer, on the host of every rank. Collective."""
@@ -346,7 +347,9 @@ class TrainingEngine:
         self,
         sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
-        measure: Callable[[ValuePredictions], Statistics] = lambda found: {"values": mean(found.values)},
+        measure: Callable[[ValuePredictions], Statistics] = lambda predictions: {
+            "values": mean(predictions.values)
+        },
         cells: str = "before",
     ) -> tuple[Tensor, Metrics]:
         """Return the value of the state before every token with `loss_mask`, like `log_probs`, and metrics.
@@ -378,7 +381,7 @@ class TrainingEngine:
         name: str,
         sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
-        kept: Sequence[str],
+        columns: Sequence[str],
         measure: Callable[[Any], Statistics],
         cells: str = "before",
     ) -> tuple[list[Tensor], Metrics]:
@@ -387,12 +390,14 @@ class TrainingEngine:
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
-            tokens.add(int(sequences.offsets[start]), rows, [getattr(predictions, column) for column in kept])
+            tokens.add(
+                int(sequences.offsets[start]), rows, [getattr(predictions, column) for column in columns]
+            )
             if rows.counts:
                 statistics.append(measure(predictions))
 
         self._forward_passes(name, sequences, micro_batches, finish, cells=cells)
-        result = tokens.columns(len(kept), sequences.num_tokens)
+        result = tokens.columns(len(columns), sequences.num_tokens)
         return self.stage.from_last((list(result), to_metrics(statistics)))
 
     def _forward_passes(
@@ -496,9 +501,9 @@ class TrainingEngine:
         self.runner.run(EnginePass("update", parts, self._computed(read), finish, trains=True, cells=cells))
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
-    def optimizer_step(self, given: StepSettings = CONFIGURED) -> Metrics:
+    def optimizer_step(self, settings: StepSettings = CONFIGURED) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients. Skip on every rank if a loss or gradient
-        is not finite. given: settings of this step alone.
+        is not finite. settings: of this step alone.
 
         Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped,
         `grad_norm` (before clipping). Raises NonFiniteError, naming the sequences, after
@@ -507,10 +512,10 @@ class TrainingEngine:
         """
         config = self._check_trained()
         state = self.states.current
-        longest = config.max_grad_norm if given.max_grad_norm is None else given.max_grad_norm
+        longest = config.max_grad_norm if settings.max_grad_norm is None else settings.max_grad_norm
         norm = clip_over_stages(self.stage, self.module, longest)
         finite = state.nonfinite_guard.takes_step(norm, self.device)
-        with changed_groups(state.optimizer, config, given):
+        with changed_groups(state.optimizer, config, settings):
             learning_rate = float(state.optimizer.param_groups[0]["lr"])  # own optimisers may keep a tensor
             if finite:
                 state.optimizer.step()
@@ -582,18 +587,18 @@ class TrainingEngine:
         weights = self._adapter_weights("give adapters to engines")
         return {} if dist.get_rank() else adapter_files(self.module.model, weights)
 
-    def _adapter_weights(self, what: str) -> dict[str, Tensor]:
+    def _adapter_weights(self, action: str) -> dict[str, Tensor]:
         """Return whole A and B by peft's names, on the host of the ranks at place zero."""
-        self._check_adapters(what)
+        self._check_adapters(action)
         reshard(self.module)
         every = adapter_weights(self.module.model, self.device)
         keep = self.parallel.is_place_zero
         parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
         return {name: weight for part in parts for name, weight in part.items()}
 
-    def _check_adapters(self, what: str) -> None:
+    def _check_adapters(self, action: str) -> None:
         if not self.has_adapters:
-            raise ConfigError(f"an engine without adapters cannot {what}. Set model.lora.rank.")
+            raise ConfigError(f"an engine without adapters cannot {action}. Set model.lora.rank.")
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
@@ -641,18 +646,18 @@ class TrainingEngine:
         )
 
     def _computed(self, read: Read | None) -> Callable[[ModelInput, Passing], Any]:
-        more = () if read is None else (read,)  # a value head's model takes none
-        return lambda rows, passing: self.module(rows, self.temperature, passing, *more)
+        arguments = () if read is None else (read,)  # a value head's model takes none
+        return lambda rows, passing: self.module(rows, self.temperature, passing, *arguments)
 
     def _predictions(self, micro_batch: DataProto, rows: ModelInput, outputs: Any) -> Any:
         """Return (Value)Predictions of the whole micro-batch, on every rank of a context-parallel group."""
         if self.head == "value":
             return ValuePredictions.gather(rows.whole(outputs), micro_batch, rows)
-        found = [each if each.dim() == 2 else each[:, None] for each in outputs]
-        sizes = [each.shape[1] for each in found]
+        matrices = [output if output.dim() == 2 else output[:, None] for output in outputs]
+        sizes = [matrix.shape[1] for matrix in matrices]
         dtype = outputs[0].dtype
-        whole = rows.whole(torch.cat([each.to(dtype) for each in found], dim=-1)).split(sizes, dim=-1)
-        columns = [each.squeeze(-1) if size == 1 else each for each, size in zip(whole, sizes, strict=True)]
+        parts = rows.whole(torch.cat([matrix.to(dtype) for matrix in matrices], dim=-1)).split(sizes, dim=-1)
+        columns = [part.squeeze(-1) if size == 1 else part for part, size in zip(parts, sizes, strict=True)]
         return Predictions.gather(columns, micro_batch, rows)
 
 

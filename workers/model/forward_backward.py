@@ -93,10 +93,10 @@ class TokenOutputs:
 
     def columns(self, count: int, tokens: int) -> Tensor:
         """Return `count` columns, float32 [count, tokens] on the CPU, 0 elsewhere."""
-        found = torch.zeros(count, tokens, dtype=torch.float32)
+        columns = torch.zeros(count, tokens, dtype=torch.float32)
         if self.values:  # one copy to the host: a copy of each micro-batch would wait for its computation
-            found[:, torch.cat(self.positions)] = torch.cat(self.values, 1).cpu()
-        return found
+            columns[:, torch.cat(self.positions)] = torch.cat(self.values, 1).cpu()
+        return columns
 
 
 class MicroBatchRunner:
@@ -161,7 +161,7 @@ class MicroBatchRunner:
         if received is not None:
             received.requires_grad_(work.trains)
         placed = (image for images in micro_batch.objects.get("images", ()) for image in images)
-        images = {each.image.digest: each.tokens for each in placed}
+        images = {placed_image.image.digest: placed_image.tokens for placed_image in placed}
         with self._clock.micro_step(work.name, micro_batch.lengths, [*images.values()]) as step:
             rows = self._lay_out(work, index)
             step.leave_out(rows.shared)
@@ -178,13 +178,13 @@ class MicroBatchRunner:
             work.begun[index, action.chunk] = _Begun(received, end, step, routed)
 
     def _backward(self, work: EnginePass, action: Action, part: Part, gradient: Tensor | None) -> None:
-        begun = work.begun.pop((action.micro_batch, action.chunk))
-        assert begun.end is not None
-        with self._clock.more_of(begun.step), self._following(begun.routed):
-            begun.end.backward(gradient)
-        if self._exchange is not None and begun.received is not None:
-            assert begun.received.grad is not None
-            self._exchange.send("backward", begun.received.grad)
+        forward_pass = work.begun.pop((action.micro_batch, action.chunk))
+        assert forward_pass.end is not None
+        with self._clock.more_of(forward_pass.step), self._following(forward_pass.routed):
+            forward_pass.end.backward(gradient)
+        if self._exchange is not None and forward_pass.received is not None:
+            assert forward_pass.received.grad is not None
+            self._exchange.send("backward", forward_pass.received.grad)
 
     def _following(self, routed: Sequence[Any], counting: bool = False) -> ExitStack:
         inside = ExitStack()

@@ -109,10 +109,16 @@ class PackedModel(nn.Module):
     @property
     def layer_matrices(self) -> set[nn.Parameter]:
         """Return the weights of the layers that are matrices, and those of experts, [E, A, B]."""
-        experts = {each for module in find_experts(self.model) for each in module.parameters(recurse=False)}
+        experts = {
+            parameter for module in find_experts(self.model) for parameter in module.parameters(recurse=False)
+        }
         named = [item for layer in self.layers for item in layer.named_parameters()]
-        matrices = [each for name, each in named if not is_vector(name, each)]
-        return {each for each in matrices if each.ndim == 2 or (each.ndim == 3 and each in experts)}
+        matrices = [parameter for name, parameter in named if not is_vector(name, parameter)]
+        return {
+            parameter
+            for parameter in matrices
+            if parameter.ndim == 2 or (parameter.ndim == 3 and parameter in experts)
+        }
 
     def layers_of(self, part: Part) -> list[nn.Module]:
         """Return a part's layers, and those of a trained tower, which are sharded one by one."""
@@ -293,9 +299,9 @@ def read_pretrained(
         raise
     except Exception as error:  # transformers raises many types
         raise ConfigError(f"model.path={config.path} cannot be loaded: {clause(error)}.") from error
-    for name, found, expected in sorted(info["mismatched_keys"]):
+    for name, shape, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(
-            f"model.path={config.path}: {name} is {tuple(found)} in the weight files and {tuple(expected)} "
+            f"model.path={config.path}: {name} is {tuple(shape)} in the weight files and {tuple(expected)} "
             "by config.json. Use the config.json of these weights."
         )
     if left_out := [name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)]:
@@ -438,9 +444,9 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model between embedding and output layer."""
-    found = model.get_decoder()
+    decoder = model.get_decoder()
     # transformers misses the decoder of Llama 4, whose prefix names a missing wrapper.
-    return getattr(model, "model", found) if found is model else found
+    return getattr(model, "model", decoder) if decoder is model else decoder
 
 
 def load_tokenizer(path: str) -> Any:

@@ -130,9 +130,9 @@ def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
         return _outputs(values, packed, probe)
 
     with _as_probed(packed, probe):
-        found = compare(_translated(packed, settings, compute), expected)
-    _raise_if_different(found, rounding, probe, packed, settings, layout.shared_from)
-    return found
+        difference = compare(_translated(packed, settings, compute), expected)
+    _raise_if_different(difference, rounding, probe, packed, settings, layout.shared_from)
+    return difference
 
 
 def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> None:
@@ -145,23 +145,25 @@ def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> No
     for forward in (False, True)[: 1 + (config.rows(forward=True)[0] != config.layout)]:
         settings = _settings(replace(config, layout=config.rows(forward=forward)[0]), engine.parallel.config)
         outputs = _translated(engine.module, settings, partial(_engine_outputs, engine, probe, forward))
-        found = compare(outputs, expected[0])
-        worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
+        difference = compare(outputs, expected[0])
+        worst = torch.tensor([difference.mean, difference.largest, difference.gradient], device=engine.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        found = Difference(*worst.tolist())
-        _raise_if_different(found, expected[1], probe, engine.module, settings, engine.layout.shared_from)
+        difference = Difference(*worst.tolist())
+        _raise_if_different(
+            difference, expected[1], probe, engine.module, settings, engine.layout.shared_from
+        )
 
 
 def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
     trains = bool(probe.parameters)
     gradients = [None] * len(probe.parameters)
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def compute(rows: ModelInput, passing: Passing) -> Tensor:
         return _row_values(engine.module, rows, probe.temperature, passing)
 
     def finish(_: int, rows: ModelInput, values: Tensor) -> Tensor | None:
-        found.append(values.detach().float().cpu())
+        outputs.append(values.detach().float().cpu())
         # All ranks have the same sequences, and their gradients are summed.
         return values.sum() * (rows.degree / engine.parallel.counted_ranks) if trains else None
 
@@ -171,14 +173,16 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
         engine.runner.run(EnginePass("numerics", slices, compute, finish, trains, forward))
         if trains and engine.stage.is_first:
             summed = [engine.module.get_parameter(name).grad for name in probe.parameters]
-            gradients = [None if each is None else full_tensor(each.to(engine.device)) for each in summed]
+            gradients = [
+                None if gradient is None else full_tensor(gradient.to(engine.device)) for gradient in summed
+            ]
     for parameter in engine.module.parameters():
         parameter.grad = None
     reshard(engine.module)
     engine.clock.take()  # keep the probe out of the run's times and router metrics
     engine.routing.take()
-    values = engine.stage.from_last(found[0] if found else None)
-    return Outputs(values, tuple(engine.stage.from_stage(0, _flat(each)) for each in gradients))
+    values = engine.stage.from_last(outputs[0] if outputs else None)
+    return Outputs(values, tuple(engine.stage.from_stage(0, _flat(gradient)) for gradient in gradients))
 
 
 def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
@@ -291,7 +295,7 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
             return outputs, compare(_own_forward(packed, probe), outputs)
 
 
-def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) -> Result:
+def _translated(packed: PackedModel, settings: str, compute: Callable[[], Result]) -> Result:
     try:
         return compute()
     except (BallastError, torch.OutOfMemoryError, dist.DistError):
@@ -299,7 +303,7 @@ def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) 
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
         raise UnsupportedModelError(
-            f"{packed.name}: {where} raises {type(error).__name__}: {text}"
+            f"{packed.name}: {settings} raises {type(error).__name__}: {text}"
         ) from error
 
 
@@ -326,28 +330,28 @@ def _row_values(
 
 
 def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
-    found = []
+    values = []
     rows = probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist())
     dtype = packed.model.dtype
     for ids, inputs in zip(rows, probe.inputs, strict=True):
-        given = {
+        arguments = {
             key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()
         }
         with _head_inputs(packed) as seen:
-            outputs = packed.model(input_ids=ids[None], use_cache=False, **given)
+            outputs = packed.model(input_ids=ids[None], use_cache=False, **arguments)
         if seen:
             hidden = seen[0][0, :-1]
-            found.append(torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1))
+            values.append(torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1))
         else:
             all_log_probs = (outputs.logits[0, :-1].float() / probe.temperature).log_softmax(-1)
-            found.append(all_log_probs.gather(-1, ids[1:, None]))
-    return _outputs(torch.cat(found), packed, probe)
+            values.append(all_log_probs.gather(-1, ids[1:, None]))
+    return _outputs(torch.cat(values), packed, probe)
 
 
 def _outputs(values: Tensor, packed: PackedModel, probe: Probe) -> Outputs:
     parameters = [packed.get_parameter(name) for name in probe.parameters]
-    found = torch.autograd.grad(values.sum(), parameters, allow_unused=True) if parameters else ()
-    return Outputs(values.detach().float(), tuple(map(_flat, found)))
+    gradients = torch.autograd.grad(values.sum(), parameters, allow_unused=True) if parameters else ()
+    return Outputs(values.detach().float(), tuple(map(_flat, gradients)))
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:
@@ -362,9 +366,9 @@ def compare(actual: Outputs, expected: Outputs) -> Difference:
     distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
     relative = [
         1.0
-        if found is None
-        else float(((found - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
-        for found, gradient in zip(actual.gradients, expected.gradients, strict=False)
+        if actual_gradient is None
+        else float(((actual_gradient - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
+        for actual_gradient, gradient in zip(actual.gradients, expected.gradients, strict=False)
         if gradient is not None and gradient.any()
     ]
     return Difference(float(distance.mean()), float(distance.max()), max(relative, default=0.0))
@@ -375,7 +379,7 @@ def _size(values: Tensor) -> float:
 
 
 def _raise_if_different(
-    found: Difference,
+    difference: Difference,
     rounding: Difference,
     probe: Probe,
     packed: PackedModel,
@@ -392,11 +396,11 @@ def _raise_if_different(
     outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[dtype]
     gradient = max(HALF_GRADIENT, TIMES_ROUNDING * rounding.gradient) if is_half else GRADIENT_TOLERANCE
     is_value = isinstance(packed, PackedValueModel)
-    what, unit = ("values", "of a hidden state's size") if is_value else ("log-probs", "nats")
-    if not (found.mean if is_half else found.largest) <= outputs:
-        problem = f"{what} differ by up to {found.largest:.2g} {unit} (mean {found.mean:.2g})"
-    elif not found.gradient <= gradient:
-        problem = f"the gradient of {' or '.join(probe.parameters)} differs by {found.gradient:.1%}"
+    quantity, unit = ("values", "of a hidden state's size") if is_value else ("log-probs", "nats")
+    if not (difference.mean if is_half else difference.largest) <= outputs:
+        problem = f"{quantity} differ by up to {difference.largest:.2g} {unit} (mean {difference.mean:.2g})"
+    elif not difference.gradient <= gradient:
+        problem = f"the gradient of {' or '.join(probe.parameters)} differs by {difference.gradient:.1%}"
     else:
         return
     changes = ["model.share_prefixes=never"] * (shared_from > 0)
@@ -425,7 +429,7 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
         yield seen
         return
     handle = getattr(packed.model, HEAD).register_forward_pre_hook(
-        lambda head, given: seen.append(given[0].detach())
+        lambda head, inputs: seen.append(inputs[0].detach())
     )
     try:
         yield seen
@@ -435,7 +439,7 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config.get_text_config()._attn_implementation
+    old_attention = model.config.get_text_config()._attn_implementation
     with suppress(ValueError):  # a family without `eager` keeps its attention
         use_attention(model, "eager")
     used = model.config.get_text_config()._attn_implementation
@@ -446,8 +450,8 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        if used != before:
-            use_attention(model, before)
+        if used != old_attention:
+            use_attention(model, old_attention)
 
 
 @contextmanager
@@ -455,7 +459,7 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
     """Inside, lengths that change the computation are `SHORT`, and random numbers come from a copy of the
     generators.
     """
-    before = []
+    old_values = []
     towers = [packed.model.get_submodule(name) for name in packed.vision.parts] if packed.vision else []
     parts = set(packed.modules()).difference(
         *(tower.modules() for tower in towers)
@@ -463,7 +467,7 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
     for values in [values for part in parts for values in _values_of(part)]:
         for name, value in values.items():
             if LENGTH.search(name) and isinstance(value, int | float) and value > SHORT:
-                before.append((values, name, value))
+                old_values.append((values, name, value))
                 values[name] = SHORT
     try:
         with (
@@ -472,7 +476,7 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
         ):
             yield
     finally:
-        for values, name, value in before:
+        for values, name, value in old_values:
             values[name] = value
 
 
@@ -487,7 +491,7 @@ def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    def rounded(part: nn.Module, given: Any, output: Any) -> Any:
+    def rounded(part: nn.Module, inputs: Any, output: Any) -> Any:
         is_float = isinstance(output, Tensor) and output.is_floating_point()
         return output.to(dtype).to(output.dtype) if is_float else output
 

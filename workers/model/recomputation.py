@@ -58,5 +58,5 @@ def _kept_products(layer: nn.Module) -> set[Any]:
 
 
 def _policy(products: set[Any], _: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    kept = operator in products or "attn" in operator.name() or "attention" in operator.name()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = operator in products or "attn" in operator.name() or "attention" in operator.name()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -104,10 +104,10 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
         raise UnsupportedModelError(
             f"{key}: {family} reads images, and has no value head. Take a model of text."
         )
-    other = [name for name in config.architectures or () if _has_another_head(name, heads)]
-    if other or not any(type(config) in table for head in heads for table in CLASSES[head]):
+    wrong_names = [name for name in config.architectures or () if _has_another_head(name, heads)]
+    if wrong_names or not any(type(config) in table for head in heads for table in CLASSES[head]):
         kind = "a sequence classification" if heads == ("value",) else "a causal language model"
-        raise ConfigError(f"{key}: {' or '.join(other) or family} is not {kind}. Take another model.")
+        raise ConfigError(f"{key}: {' or '.join(wrong_names) or family} is not {kind}. Take another model.")
 
 
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
@@ -115,7 +115,7 @@ def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
     uses = {
         name
         for name, table in tables.items()
-        if any(architecture in _names(found) for found in table.values())
+        if any(architecture in _names(class_names) for class_names in table.values())
     }
     kinds = {"lm": ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"), "value": ("SEQUENCE_CLASSIFICATION",)}
     return bool(uses) and not uses & {
@@ -130,14 +130,14 @@ def _names(classes: Any) -> tuple[str, ...]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' report on missing weights off the console: it becomes an error."""
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
 

@@ -101,13 +101,13 @@ class MicroStepClock:
         self._origin = None
         return [
             MicroStepTime(
-                found.name,
-                wall + self._between(origin, found.parts[0][0]),
-                sum(self._between(*part) for part in found.parts),
-                *found.regressors.tolist(),
-                *found.of_images.tolist(),
+                micro_step.name,
+                wall + self._between(origin, micro_step.parts[0][0]),
+                sum(self._between(*part) for part in micro_step.parts),
+                *micro_step.regressors.tolist(),
+                *micro_step.of_images.tolist(),
             )
-            for found in measured
+            for micro_step in measured
         ]
 
     def _now(self) -> tuple[float, Any]:

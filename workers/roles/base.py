@@ -52,9 +52,9 @@ class Worker:
             allocator.use_settings()
 
     def __repr__(self) -> str:
-        others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
+        places = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
         return f"{self.role} dp={self.coordinates.dp}" + "".join(
-            f" {name}={place}" for name, place in others if place
+            f" {name}={place}" for name, place in places if place
         )
 
     def address(self) -> tuple[str, int]:

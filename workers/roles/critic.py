@@ -40,12 +40,12 @@ class CriticWorker(TrainedWorker):
         mask = batch.tokens["loss_mask"]
         lengths = batch.loss_token_counts.numpy()
         rewards = token_rewards(batch, penalty).numpy()
-        own = values[mask].double()
+        token_values = values[mask].double()
         gammas = discounts(batch, settings.gamma, gamma_per)
-        found = gae(rewards, own.numpy(), lengths, gamma=gammas, lam=settings.lam)
-        advantages, returns = (torch.from_numpy(column) for column in found)
+        estimates = gae(rewards, token_values.numpy(), lengths, gamma=gammas, lam=settings.lam)
+        advantages, returns = (torch.from_numpy(column) for column in estimates)
         counted = self.counted_tokens(batch)
-        statistics = to_metrics([value_statistics(own[counted], returns[counted])])
+        statistics = to_metrics([value_statistics(token_values[counted], returns[counted])])
         if settings.whiten:
             advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device, counted)
         columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}

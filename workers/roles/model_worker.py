@@ -161,11 +161,11 @@ class TrainedWorker(ModelWorker):
         return mini_batch.micro_batches, self.loss_function(loss), denominators
 
     @dispatch(Split.ALL, Join.METRICS)
-    def optimizer_step(self, given: StepSettings = CONFIGURED, *, last: bool = True) -> Metrics:
-        """Step along the gradients. given: settings of this step alone. last: of a series, which frees
+    def optimizer_step(self, settings: StepSettings = CONFIGURED, *, last: bool = True) -> Metrics:
+        """Step along the gradients. settings: of this step alone. last: of a series, which frees
         memory.
         """
-        metrics = self.engine.optimizer_step(given)
+        metrics = self.engine.optimizer_step(settings)
         if last:
             self.free_cached_memory()
         return metrics
@@ -230,18 +230,19 @@ class TeacherWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def output_layer(self) -> tuple[WholeLayer | None, Metrics]:
-        found = self.engine.output_layer()
-        return (found if self.coordinates.index == 0 else None), {}
+        layer = self.engine.output_layer()
+        return (layer if self.coordinates.index == 0 else None), {}
 
     def _read(
         self, batch: DataProto, plan: RankPlan, teacher: str, read: Read, *names: str
     ) -> tuple[DataProto, Metrics]:
-        given = with_teacher_prompts(batch)
-        found = self.engines[teacher].read_outputs(given, micro_batches_of(plan), read)
+        teacher_batch = with_teacher_prompts(batch)
+        outputs = self.engines[teacher].read_outputs(teacher_batch, micro_batches_of(plan), read)
         self.free_cached_memory()
-        found = found or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
+        outputs = outputs or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
         columns = {
-            name: at_tokens_of(batch, given, values) for name, values in zip(names, found, strict=True)
+            name: at_tokens_of(batch, teacher_batch, values)
+            for name, values in zip(names, outputs, strict=True)
         }
         return DataProto(batch.lengths.numpy(), columns), {}
 

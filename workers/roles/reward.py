@@ -61,8 +61,12 @@ class RewardWorker:
         last = [row["input_ids"][last_turn(row["weight_versions"])] for row in rows]
         images = fetched(object_column([request.images for request in requests]))
         calls = [
-            Call(i, _text(self._tokenizer, ids), request.columns | _pictures(request, found) | self._raw(ids))
-            for i, (ids, request, found) in enumerate(zip(last, requests, images, strict=True))
+            Call(
+                i,
+                _text(self._tokenizer, ids),
+                request.columns | _pictures(request, row_images) | self._raw(ids),
+            )
+            for i, (ids, request, row_images) in enumerate(zip(last, requests, images, strict=True))
         ]
         scores = self._process.run(calls)
         scored = time.time()
@@ -81,15 +85,17 @@ class RewardWorker:
 
 
 def _pictures(request: ScoreRequest, images: Sequence[PlacedImage]) -> dict[str, Any]:
-    return {request.image_key: Pictures([each.image.data for each in images])} if images else {}
+    return (
+        {request.image_key: Pictures([placed_image.image.data for placed_image in images])} if images else {}
+    )
 
 
 def texts_of(tokenizer: Any, row: Mapping[str, np.ndarray], prompt_tokens: int) -> dict[str, Any]:
     """Return `response` and `turns` of a sample's Score. row: of its block."""
     ids = row["input_ids"][prompt_tokens:]
     versions = row["weight_versions"][prompt_tokens:]
-    told = tuple({who: _text(tokenizer, ids[part])} for who, part in turns(versions))
-    return {"response": _text(tokenizer, ids), "turns": told}
+    turn_texts = tuple({who: _text(tokenizer, ids[part])} for who, part in turns(versions))
+    return {"response": _text(tokenizer, ids), "turns": turn_texts}
 
 
 def _text(tokenizer: Any, ids: np.ndarray) -> str:

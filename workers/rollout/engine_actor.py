@@ -271,14 +271,14 @@ class VllmEngineActor:
             names = self.config.tool_parser, self.config.reasoning_parser
             parser = TurnParser(self._renderer.tokenizer, *names, start.options)
         rewrites = self.config.history == "template"
-        given = [placed.image for placed in request.images]
+        images = [placed.image for placed in request.images]
         record = start.record
         of_record = partial(
             Conversation, self._renderer, start.prompt, start.options, parser, rewrites=rewrites
         )
-        conversation = of_record(images=given, pixels=start.image_pixels)
+        conversation = of_record(images=images, pixels=start.image_pixels)
         if start.image_key:
-            record = record | {start.image_key: Pictures([await png_bytes(each) for each in given])}
+            record = record | {start.image_key: Pictures([await png_bytes(image) for image in images])}
         environment = self._environments.episode(start.options.get("tools", ()))
         reason, score = await play(episode, sample, environment, conversation, record)
         return finished(request, episode, reason, score, conversation)
@@ -293,13 +293,15 @@ class VllmEngineActor:
         start = request.start
         name = request.session
         if start.image_key:
-            images = [await png_bytes(each.image) for each in request.images]
+            images = [await png_bytes(placed_image.image) for placed_image in request.images]
             start = replace(start, record=with_urls(start.record, start.prompt_key, start.image_key, images))
             request = replace(request, start=start)
-        taken = Taken(request.begun or SessionRecord())
+        takeover = Taken(request.begun or SessionRecord())
         if self._front is not None:
-            taken = await self._at_front("offer", name, start.record, taken.record)
-        session = Session(name, max_turns=self.config.max_turns, record=taken.record, goes_on=taken.goes_on)
+            takeover = await self._at_front("offer", name, start.record, takeover.record)
+        session = Session(
+            name, max_turns=self.config.max_turns, record=takeover.record, goes_on=takeover.goes_on
+        )
         self._sessions[request.seed] = session
         on_turns = partial(self._tell_front, session) if self._front is not None else None
         pixels = {"image_pixels": start.image_pixels}
@@ -312,10 +314,10 @@ class VllmEngineActor:
             priority=request.priority,
             **pixels,
         )
-        given, failure = None, ""
+        score, failure = None, ""
         try:
-            if not taken.ended:
-                given = await self._while_alive(self._ask_agent(request, access))
+            if not takeover.ended:
+                score = await self._while_alive(self._ask_agent(request, access))
         except EpisodeError as error:
             failure = str(error)
             await self._while_alive(self.weight_version())  # an engine that is dying takes agents with it
@@ -326,7 +328,7 @@ class VllmEngineActor:
             raise EngineDeadError()
         if not session.kept:
             raise EpisodeError(failure or "the agent received no answer of the policy")
-        return played(request, session, given, failure, needs_reward=self._needs_reward)
+        return played(request, session, score, failure, needs_reward=self._needs_reward)
 
     async def _ask_agent(self, request: SampleRequest, access: Access) -> Score | None:
         """Return the reward that the agent gives, if any. Raises EpisodeError."""
@@ -377,32 +379,32 @@ class VllmEngineActor:
         if turn.finish_reason != LENGTH or budget == limit:
             return turn
         is_open = self._thinking.is_open(episode.ids, turn.ids)
-        begun = self._thinking.closing(sampling).after(turn) if is_open else turn
-        if len(begun.ids) >= limit:  # no room for an answer
+        partial_response = self._thinking.closing(sampling).after(turn) if is_open else turn
+        if len(partial_response.ids) >= limit:  # no room for an answer
             return turn
-        whole = await self._rest(request, sampling, episode, begun, limit)
-        whole = replace(whole, read_tokens=turn.read_tokens, cached_tokens=turn.cached_tokens)
-        return whole if is_open else self._thinking.stopped(whole, len(turn.ids), sampling.stop)
+        full_turn = await self._rest(request, sampling, episode, partial_response, limit)
+        full_turn = replace(full_turn, read_tokens=turn.read_tokens, cached_tokens=turn.cached_tokens)
+        return full_turn if is_open else self._thinking.stopped(full_turn, len(turn.ids), sampling.stop)
 
     async def _rest(
         self,
         request: SampleRequest,
         sampling: SamplingConfig,
         episode: Episode,
-        begun: Response | None,
+        partial_response: Response | None,
         limit: int,
     ) -> Response:
         """Sample the rest of a turn, of `limit` tokens at most, after what was sampled of it before."""
         ids = episode.ids
-        there = 0
-        if begun is not None:
-            ids = np.concatenate([ids, begun.ids])
-            there = len(begun.ids)
+        sampled_tokens = 0
+        if partial_response is not None:
+            ids = np.concatenate([ids, partial_response.ids])
+            sampled_tokens = len(partial_response.ids)
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
-        minimum = min(limit, sampling.min_new_tokens) - there
-        changed = replace(sampling, max_new_tokens=limit - there, min_new_tokens=max(0, minimum))
+        minimum = min(limit, sampling.min_new_tokens) - sampled_tokens
+        changed = replace(sampling, max_new_tokens=limit - sampled_tokens, min_new_tokens=max(0, minimum))
         parameters = sampling_parameters(
-            changed, turn_seed(turn_seed(request.seed, len(episode.turns)), there)
+            changed, turn_seed(turn_seed(request.seed, len(episode.turns)), sampled_tokens)
         )
         if sampling.may_continue:
             self._under_way[name] = request
@@ -416,7 +418,7 @@ class VllmEngineActor:
                 (output,) = [output async for output in outputs]
         finally:
             self._under_way.pop(name, None)
-        response = as_response(output).after(begun)
+        response = as_response(output).after(partial_response)
         if request.adapter:  # vLLM knows the version that was published last, of any policy
             response = replace(response, versions=np.full_like(response.versions, request.adapter))
         return response
@@ -425,14 +427,14 @@ class VllmEngineActor:
         """Return what another engine can continue, by its request's seed: responses and sessions, not
         episodes.
         """
-        found: dict[int, Response | SessionRecord] = {
+        responses: dict[int, Response | SessionRecord] = {
             seed: session.snapshot() for seed, session in self._sessions.items()
         }
         for name, response in unfinished_responses(self.engine).items():
             request = self._under_way.get(name)
             if request is not None and request.start is None:
-                found[request.seed] = response.after(request.begun)
-        return found
+                responses[request.seed] = response.after(request.begun)
+        return responses
 
     # --- weights
     # ------------------------------------------------------------------------------------------------------

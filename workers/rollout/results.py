@@ -39,16 +39,16 @@ def _narrowed(row: Row) -> Row:
 
 
 def played(
-    request: SampleRequest, session: Session, given: Score | None, failure: str, *, needs_reward: bool
+    request: SampleRequest, session: Session, agent_score: Score | None, failure: str, *, needs_reward: bool
 ) -> Sample:
-    """Return the sample of a session that its agent has left. given: its reward. failure: why it did not end
-    well.
+    """Return the sample of a session that its agent has left. agent_score: its reward. failure: why it did
+    not end well.
 
     needs_reward: whether nothing else rewards it.
     """
-    if given is not None:
-        session.reward(given.reward)
-    parts = dict(given.parts) if given else {}
+    if agent_score is not None:
+        session.reward(agent_score.reward)
+    parts = dict(agent_score.parts) if agent_score else {}
     if not needs_reward and session.value is not None:
         parts["agent"] = session.value
     elif not needs_reward:
@@ -58,7 +58,7 @@ def played(
             "it gave the session no reward, and there is no reward.function. Return a reward, or set one"
         )
     score = replace(
-        given or Score(0.0, ""),
+        agent_score or Score(0.0, ""),
         reward=0.0 if failure else session.value or 0.0,
         parts=parts,
         failure=failure and f"agent: {failure}",

@@ -49,17 +49,19 @@ class UserFunction:
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
     """Return the function `module:function` or `path/file.py:function` of a setting. Raises ConfigError."""
-    found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
-    signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
-    return UserFunction(base64.b64decode(found["packed"]), signature)
+    description = _imported("workers.user_code.functions:describe", key, name, timeout_s)
+    signature = Signature(
+        tuple(description["names"]), tuple(description["required"]), description["takes_all"]
+    )
+    return UserFunction(base64.b64decode(description["packed"]), signature)
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
     """Return the class of a setting, packed. Raises ConfigError, also if a method is missing."""
-    found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
-    if not found["is_class"] or not set(methods) <= set(found["methods"]):
+    description = _imported("workers.user_code.functions:describe", key, name, timeout_s)
+    if not description["is_class"] or not set(methods) <= set(description["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
-    return base64.b64decode(found["packed"])
+    return base64.b64decode(description["packed"])
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ def find_tools(key: str, name: str, *, timeout_s: float) -> Tools:
     """Return the functions of the module or file of a setting. Raises ConfigError, also for one without a
     schema.
     """
-    found = _imported("workers.trials:describe_tools", key, name, timeout_s)
-    return Tools(base64.b64decode(found["packed"]), found["schemas"])
+    description = _imported("workers.trials:describe_tools", key, name, timeout_s)
+    return Tools(base64.b64decode(description["packed"]), description["schemas"])
 
 
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
@@ -95,11 +97,11 @@ def check_optimizer(key: str, name: str, *trial: Any, timeout_s: float) -> None:
 class IsolatedFunction:
     """Call a user's function in its own process, started at the first call and kept until `close`."""
 
-    def __init__(self, key: str, found: UserFunction, timeout_s: float, **bound: Any) -> None:
+    def __init__(self, key: str, function: UserFunction, timeout_s: float, **bound: Any) -> None:
         """key: begins errors. bound: arguments by name of every call, sent once."""
         self.key = key
-        self.signature = found.signature
-        self._packed, self._timeout_s, self._bound = found.packed, timeout_s, self._taken(bound)
+        self.signature = function.signature
+        self._packed, self._timeout_s, self._bound = function.packed, timeout_s, self._taken(bound)
         self._process: UserProcess | None = None
 
     def _taken(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -144,12 +146,12 @@ def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any)
         raise ConfigError(f"{key}={name!r}: its import {error}. {AS_A_PROGRAM}.") from None
 
 
-def pickled(found: Any, *modules: ModuleType | None) -> bytes:
+def pickled(target: Any, *modules: ModuleType | None) -> bytes:
     users = {module for module in modules if module is not None and _is_users(module)}
     for module in users:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cast(bytes, cloudpickle.dumps(found))
+        return cast(bytes, cloudpickle.dumps(target))
     finally:
         for module in users:
             cloudpickle.unregister_pickle_by_value(module)
@@ -165,22 +167,22 @@ def _is_users(module: ModuleType) -> bool:
 
 def describe(key: str, name: str) -> dict[str, Any]:
     """Describe `name` in the process: signature, methods, and its base-64 pickle `packed`."""
-    module, found = load(key, name)
-    packed = packed_text(key, name, module, found)
-    methods = [method for method in dir(found) if callable(getattr(found, method, None))]
+    module, target = load(key, name)
+    packed = packed_text(key, name, module, target)
+    methods = [method for method in dir(target) if callable(getattr(target, method, None))]
     try:
-        signature = asdict(signature_of(found))
+        signature = asdict(signature_of(target))
     except (TypeError, ValueError):
         raise ConfigError(
             f"{key}={name!r} has no signature that can be read. Name a Python function."
         ) from None
-    return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed}
+    return signature | {"is_class": isinstance(target, type), "methods": methods, "packed": packed}
 
 
-def packed_text(key: str, name: str, module: ModuleType, found: Any) -> str:
+def packed_text(key: str, name: str, module: ModuleType, target: Any) -> str:
     """Pickle what was found in `module`, in base 64. Raises ConfigError."""
     try:
-        packed = pickled(found, module, sys.modules.get(getattr(found, "__module__", "")))
+        packed = pickled(target, module, sys.modules.get(getattr(target, "__module__", "")))
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
@@ -221,8 +223,8 @@ def load_module(key: str, place: str) -> ModuleType:
     try:
         return _import_file(Path(place)) if is_file else _import_module(place)
     except (Exception, KeyboardInterrupt) as error:
-        what = place if is_file else f"module {place!r}"
-        raise ConfigError(f"{key}: {what} cannot be imported: {named(error)}.") from error
+        source = place if is_file else f"module {place!r}"
+        raise ConfigError(f"{key}: {source} cannot be imported: {named(error)}.") from error
 
 
 def _import_file(path: Path) -> ModuleType:

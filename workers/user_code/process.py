@@ -107,8 +107,8 @@ class Connection:
 
     def _no_answer(self, killed: str = "") -> NoAnswerError:
         end = self.end(0.0 if killed else EXIT_SECONDS)
-        told = f"killed: {killed}" if killed else end
-        return NoAnswerError(f"ended its process ({told})" if told else "ended its process")
+        reason = f"killed: {killed}" if killed else end
+        return NoAnswerError(f"ended its process ({reason})" if reason else "ended its process")
 
     @property
     def alive(self) -> bool:
@@ -153,8 +153,8 @@ class UserProcess(Connection):
                 env=environment,
                 start_new_session=True,
             )
-        shown = ((self._process.stdout, sys.stdout), (self._process.stderr, self._kept or sys.stderr))
-        self._shown = [Thread(target=_show, args=streams, daemon=True) for streams in shown]
+        outputs = ((self._process.stdout, sys.stdout), (self._process.stderr, self._kept or sys.stderr))
+        self._shown = [Thread(target=_show, args=streams, daemon=True) for streams in outputs]
         for thread in self._shown:
             thread.start()
         self.send(arguments)
@@ -243,7 +243,7 @@ def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
     return value
 
 
-def _show(stream: BufferedReader, shown: TextIO) -> None:
+def _show(stream: BufferedReader, output: TextIO) -> None:
     room, until = 0, 0.0
     with stream:
         # Dropped output need not be split into lines, which would hold the process up.
@@ -251,19 +251,19 @@ def _show(stream: BufferedReader, shown: TextIO) -> None:
             if time.monotonic() > until:
                 room = SHOWN_BYTES
                 until = time.monotonic() + SHOWN_SECONDS
-            before = room
+            room_before = room
             room = room - len(line)
             text = hide_session_keys(line.decode(errors="replace"))
             if room < 0:
                 text = (
                     f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
                 )
-            if before >= 0:
+            if room_before >= 0:
                 with suppress(
                     OSError, ValueError
                 ):  # a stream that is full or closed: the process must not wait for it
-                    shown.write(text)
-                    shown.flush()
+                    output.write(text)
+                    output.flush()
 
 
 # The code below runs in the process.
@@ -305,14 +305,14 @@ def main() -> None:
     with suppress(EOFError):
         arguments, _ = channel.receive()
         try:
-            found = resolve(target)(*arguments)  # SystemExit passes: the other side sees its code
+            outcome = resolve(target)(*arguments)  # SystemExit passes: the other side sees its code
         except BallastError as error:
             channel.reply(str(error), "failure")
         else:
             sys.stdout.flush()
             sys.stderr.flush()
-            channel.reply(None if callable(found) else found)
-            _serve(channel, found)
+            channel.reply(None if callable(outcome) else outcome)
+            _serve(channel, outcome)
 
 
 def _serve(channel: Channel, answer: Any) -> None:

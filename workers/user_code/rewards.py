@@ -123,9 +123,10 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
 
 class Scorer:
     def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
-        self._functions = {each: cloudpickle.loads(each.packed) for each in functions}
+        self._functions = {function: cloudpickle.loads(function.packed) for function in functions}
         parameters = {
-            each: list(signature(function).parameters) for each, function in self._functions.items()
+            reward_function: list(signature(function).parameters)
+            for reward_function, function in self._functions.items()
         }
         self._batched = [function for function, names in parameters.items() if "responses" in names]
         self._verl_names = {function: names for function, names in parameters.items() if is_verl_form(names)}
@@ -137,12 +138,14 @@ class Scorer:
         self._loop.run_until_complete(self._score_all(calls, reply))
 
     async def _score_all(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
-        batches = {each: await self._score_batch(each, calls) for each in self._batched}
+        batches = {function: await self._score_batch(function, calls) for function in self._batched}
 
         async def score(position: int, call: Call) -> None:
             async with self._room:
                 scored = vars(
-                    await self._score(call, {each: values[position] for each, values in batches.items()})
+                    await self._score(
+                        call, {function: values[position] for function, values in batches.items()}
+                    )
                 )
                 reply((call.number, {name: value for name, value in scored.items() if name != "response"}))
 

@@ -19,8 +19,8 @@ def problem_of_tool(tool: Callable[..., Any]) -> str:
     for name in signature(tool).parameters:
         wrong = _not_in_json(hints[name]) if name in hints else None
         if wrong is not None:
-            shown = getattr(wrong, "__name__", str(wrong))
-            return f"its argument {name} has the type {shown}, which no JSON has: take a text or a dict"
+            type_name = getattr(wrong, "__name__", str(wrong))
+            return f"its argument {name} has the type {type_name}, which no JSON has: take a text or a dict"
     return ""
 
 

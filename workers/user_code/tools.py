@@ -77,8 +77,10 @@ class ToolEnvironment(RemoteEnvironment):
         results = await asyncio.gather(*(self._result(*call) for call in enumerate(calls)))
         spent = time.monotonic() - start
         failed = sum(not succeeded for succeeded, _ in results) + len(errors)
-        found = (len(calls) + len(errors), failed, spent)
-        self._parts = {name: self._parts[name] + more for name, more in zip(TOOL_PARTS, found, strict=True)}
+        amounts = (len(calls) + len(errors), failed, spent)
+        self._parts = {
+            name: self._parts[name] + amount for name, amount in zip(TOOL_PARTS, amounts, strict=True)
+        }
         messages = [
             {
                 "role": "tool",

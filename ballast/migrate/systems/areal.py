@@ -43,22 +43,22 @@ WAYS = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Leave out keys whose switch is off, and write the defaults of sections that are in use."""
-    kept = dict(recipe)
-    if is_on(kept, "actor.use_lora"):
-        kept = {"actor.lora_rank": 32, "actor.lora_alpha": 16, **kept}
-        if not kept.get("actor.target_modules"):
-            kept.pop("actor.target_modules", None)
+    entries = dict(recipe)
+    if is_on(entries, "actor.use_lora"):
+        entries = {"actor.lora_rank": 32, "actor.lora_alpha": 16, **entries}
+        if not entries.get("actor.target_modules"):
+            entries.pop("actor.target_modules", None)
     else:
-        kept = leave_out(kept, "actor.lora_", "actor.target_modules")
-    if not is_on(kept, "actor.overlong_reward_penalty"):
-        kept = leave_out(kept, "actor.overlong_")
-    if any(key.startswith(REJECTION) for key in kept):
-        kept = {f"{REJECTION}upper": 5.0, f"{REJECTION}level": "token", **kept}
-    if "critic.path" in kept:
-        kept = {"critic.eps_clip": 0.5, **kept}
-    if isinstance(kept.get("critic.optimizer"), Mapping):  # ${actor.optimizer}
-        kept |= dict(leaves({"critic.optimizer": kept.pop("critic.optimizer")}))
-    return kept
+        entries = leave_out(entries, "actor.lora_", "actor.target_modules")
+    if not is_on(entries, "actor.overlong_reward_penalty"):
+        entries = leave_out(entries, "actor.overlong_")
+    if any(key.startswith(REJECTION) for key in entries):
+        entries = {f"{REJECTION}upper": 5.0, f"{REJECTION}level": "token", **entries}
+    if "critic.path" in entries:
+        entries = {"critic.eps_clip": 0.5, **entries}
+    if isinstance(entries.get("critic.optimizer"), Mapping):  # ${actor.optimizer}
+        entries |= dict(leaves({"critic.optimizer": entries.pop("critic.optimizer")}))
+    return entries
 
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:

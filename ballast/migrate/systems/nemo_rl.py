@@ -53,14 +53,14 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Leave out sections that are not enabled, and FSDP2's optimiser beside Megatron's."""
     switches = [key for key, value in recipe.items() if key.endswith(".enabled") and value is False]
     off = tuple(key.removesuffix("enabled") for key in switches if key != f"{COLOCATED}enabled")
-    kept = {
+    entries = {
         key: value for key, value in recipe.items() if key.endswith(".enabled") or not key.startswith(off)
     }
     if is_on(recipe, f"{MEGATRON}enabled"):
-        return leave_out(kept, "policy.dtensor_cfg.", "policy.optimizer", SCHEDULER)
+        return leave_out(entries, "policy.dtensor_cfg.", "policy.optimizer", SCHEDULER)
     if is_on(recipe, f"{LORA}match_all_linear") or not recipe.get(f"{LORA}target_modules"):
-        kept.pop(f"{LORA}target_modules", None)
-    return leave_out(kept, MEGATRON)
+        entries.pop(f"{LORA}target_modules", None)
+    return leave_out(entries, MEGATRON)
 
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:

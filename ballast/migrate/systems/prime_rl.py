@@ -49,12 +49,14 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
         keys.setdefault(f"{LORA}.rank", 16)
     for source in _sources(recipe, SOURCE)[:1]:
         for key, value in source.items():
-            keys |= {theirs + key.removeprefix(own): value for own, theirs in NAMES if key.startswith(own)}
+            keys |= {
+                theirs + key.removeprefix(prefix): value for prefix, theirs in NAMES if key.startswith(prefix)
+            }
         if "advantage_range" in source.values():  # a gate: a group that scores alike does not enter the step
             keys["buffer.online_difficulty_filtering"] = True
     for source in _sources(recipe, EVALUATION)[:1]:
-        own = source.keys() & {"group_size", "interval"}
-        keys |= {f"orchestrator.eval.{key}": source[key] for key in own}
+        eval_keys = source.keys() & {"group_size", "interval"}
+        keys |= {f"orchestrator.eval.{key}": source[key] for key in eval_keys}
     if keys.get(ALGORITHM, "grpo") not in ("grpo", "max_rl"):
         raise ConfigError(
             f"{ALGORITHM}={keys[ALGORITHM]}: migrate translates grpo and max_rl. Start from the settings "

@@ -107,11 +107,11 @@ def _agentic(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 
 
 def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
-    train, *others = paths_of(recipe.get(FILES))
-    if others:
+    train, *other_files = paths_of(recipe.get(FILES))
+    if other_files:
         to_decide.append(
-            f"data.train: {train}, {', '.join(others)}, by domain_interleave_probs of their domains. Set "
-            "data.sources to a share of each."
+            f"data.train: {train}, {', '.join(other_files)}, by domain_interleave_probs of their domains. "
+            "Set data.sources to a share of each."
         )
     elif train:
         settings["data.train"] = train

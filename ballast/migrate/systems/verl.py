@@ -108,9 +108,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 
 
 def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
-    train, *others = paths_of(recipe.get("data.train_files"))
-    if others:
-        settings["data.sources"] = shares_of([train, *others], to_decide)
+    train, *other_paths = paths_of(recipe.get("data.train_files"))
+    if other_paths:
+        settings["data.sources"] = shares_of([train, *other_paths], to_decide)
     elif train:
         settings["data.train"] = train
     set_validation(paths_of(recipe.get("data.val_files")), settings, to_decide)

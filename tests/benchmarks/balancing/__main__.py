@@ -53,7 +53,8 @@ def machine() -> str:
     """Cores and versions; nothing that names the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     compiler = f"Numba {version('numba')}" if COMPILED else "without Numba"
-    return f"{platform.machine()}, {cores} cores, Python {platform.python_version()}, NumPy {np.__version__}, {compiler}"
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, {compiler}"
+    return f"{platform.machine()}, {cores} cores, {versions}"
 
 
 def _printed(tables: list[Table]) -> list[Table]:

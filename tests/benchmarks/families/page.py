@@ -45,7 +45,10 @@ refused.
 
 IMAGES = "## Models that see images"
 
-NOT_MEASURED = "Not measured here, because no tiny model with a processor could be built. A run compares them when it loads them"
+NOT_MEASURED = (
+    "Not measured here, because no tiny model with a processor could be built. "
+    "A run compares them when it loads them"
+)
 IMAGES_HEADER = (
     IMAGES
     + """

@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Pat
             writer.lengths(step, lengths=np.array([step]))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # the crash
-    with RunWriter(tmp_path, "", [], after=2) as writer:
+    with RunWriter(tmp_path, "", [], last_step=2) as writer:
         writer.step(3, {"loss": 30.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]

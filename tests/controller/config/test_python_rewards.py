@@ -52,7 +52,7 @@ def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_
     check(config, given)
     names = ["with_bonus", "closure", "lambda", "scaled", "Counting"]
     assert list(config.reward.functions) == list(given) == [f"callable:{name}" for name in names]
-    functions, _ = reward_functions(config, RECORD, given=given)
+    functions, _ = reward_functions(config, RECORD, call_functions=given)
     assert [function.columns for function in functions] == [("solution",), (), (), (), ("prompt", "solution")]
     score = try_rewards(functions, RECORD, 30)  # of an empty response
     assert score.reward == 0.25 + 5.0 + 100.0 + 2000.0 + 30_000.0
@@ -130,4 +130,4 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(
 ) -> None:
     with refused(named):
         config, given = given_config(workspace, reward)
-        reward_functions(config, RECORD, given=given)
+        reward_functions(config, RECORD, call_functions=given)

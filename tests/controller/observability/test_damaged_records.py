@@ -49,12 +49,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_text_with_line_separators_is_one_row_of_every_reader(run: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     sample = RunFolder(folder).samples[0] | {"step": 1, "response": SEPARATORS}
-    with RunWriter(folder, (run / "config.yaml").read_text(), [], after=3) as writer:
+    with RunWriter(folder, (run / "config.yaml").read_text(), [], last_step=3) as writer:
         writer.samples(4, [sample])
         writer.validation(
             4, [ScoredResponse("0", "", {"reward": 1.0}, "", {"prompt": "", "response": SEPARATORS})]
         )
-    with RunWriter(folder, (run / "config.yaml").read_text(), [], after=4):
+    with RunWriter(folder, (run / "config.yaml").read_text(), [], last_step=4):
         pass
     assert RunFolder(folder).samples[-1]["response"] == SEPARATORS
     assert len(RunFolder(folder).samples) == len(RunFolder(run).samples) + 1
@@ -98,7 +98,7 @@ def test_no_damaged_row_stops_a_command_or_costs_another_row(
     with suppress(BalancingError):  # the line of another plan
         recorded_arguments(run_step(folder))
     assert replay([str(folder), "--step", "2"]) == 2, "no samples were recorded"
-    with RunWriter(folder, (run / "config.yaml").read_text(), [], after=3):
+    with RunWriter(folder, (run / "config.yaml").read_text(), [], last_step=3):
         pass
     assert [row for row in before.samples if row not in RunFolder(folder).samples] == []
 

@@ -74,7 +74,7 @@ def played(session: Session, *messages: str) -> None:
                 ids,
                 response,
                 number=number,
-                said={"role": "assistant", "content": f"to {messages[-1]}"},
+                message={"role": "assistant", "content": f"to {messages[-1]}"},
             )
     session.nodes[-1].received = True
 

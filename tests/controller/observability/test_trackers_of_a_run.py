@@ -18,7 +18,7 @@ def record(config: Config, progress: Progress, step: int) -> dict[str, str]:
     trackers, ids = open_trackers(
         config, progress.trackers, progress.step, print, RayMetrics(config.run.name)
     )
-    with RunWriter(config.run_folder, "", trackers, after=progress.step) as writer:
+    with RunWriter(config.run_folder, "", trackers, last_step=progress.step) as writer:
         writer.step(step, {"policy/loss": float(step)})
     wandb.teardown()
     return ids

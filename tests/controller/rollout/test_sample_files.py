@@ -138,7 +138,9 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
     for ids, name in (((3, 4), "a"), ((5,), "b")):
         with session.sampling() as number:
             asked, said = session.find(chat), {"role": "assistant", "content": name}
-            node = session.add(asked, prompt, sampled(*ids), number=number, said=said, text=name, name=name)
+            node = session.add(
+                asked, prompt, sampled(*ids), number=number, message=said, text=name, name=name
+            )
         node.received = True
         chat, prompt = (
             [*chat, said, {"role": "user", "content": "?"}],
@@ -190,7 +192,7 @@ def test_a_file_that_is_missing_broken_or_cannot_be_written_is_named(tmp_path: P
 def test_a_run_that_resumes_forgets_the_samples_of_later_steps(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         write_step(step_file(tmp_path, step), samples())
-    with RunWriter(tmp_path, "", [], after=2):
+    with RunWriter(tmp_path, "", [], last_step=2):
         assert recorded_steps(tmp_path) == [1, 2]
     with RunWriter(tmp_path, "", []):
         assert recorded_steps(tmp_path) == []

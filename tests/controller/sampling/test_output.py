@@ -173,7 +173,7 @@ def identity(*overrides: str) -> dict[str, object]:
         overrides=("rollout.environment=play.py:Guess", "rollout.max_turns=1", *overrides),
     )
     config, model, given = checked_settings(GenerateConfig, request)
-    return job_identity(model, config, try_inputs(config, given=given).identity, given)
+    return job_identity(model, config, try_inputs(config, call_functions=given).identity, given)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def extends(renderer: Renderer, first: list[dict[str, Any]], second: list[dict[s
     prompts, session = PromptRenderer(renderer), Session("s", max_turns=9)
     opened = Opened(session, None, 0, {}, 0)  # type: ignore[arg-type]
     asked, prompt = prompts.read(opened, prompts.messages(first), {})
-    node = session.add(asked, prompt.ids, response([5, 6]), number=0, said=SAID)
+    node = session.add(asked, prompt.ids, response([5, 6]), number=0, message=SAID)
     return prompts.read(opened, prompts.messages([*second, SAID, USER]), {})[0].parent is node
 
 

@@ -142,7 +142,7 @@ def test_an_agent_that_goes_on_keeps_what_it_received(turns: list[Turn]) -> None
             prompt_of(session, asked),
             response([4_000]),
             number=number,
-            said=message("assistant", [4_000]),
+            message=message("assistant", [4_000]),
         )
     assert (node.number, node.parent) == (len(turns), last.number)
     assert last.number in [each.number for each in session.kept]  # though nobody may have received it
@@ -196,7 +196,7 @@ def changed_call(**function: Any) -> dict[str, Any]:
 def test_a_history_extends_the_turn_that_it_repeats(answer: list[dict[str, Any]], matches: bool) -> None:
     session = Session("s", max_turns=9)
     asked = session.find([message("user", [1])], ["tool"])
-    node = session.add(asked, ids([1]), response([5, 6]), number=0, said=SAID)
+    node = session.add(asked, ids([1]), response([5, 6]), number=0, message=SAID)
     session.also(node, {"role": "assistant", "content": "streamed"})
     messages = [message("user", [1]), *answer, {"role": "tool", "content": "3"}]
     asked = session.find(messages, ["tool"])
@@ -206,7 +206,9 @@ def test_a_history_extends_the_turn_that_it_repeats(answer: list[dict[str, Any]]
     assert session.find([message("user", [2]), *messages[1:]], ["tool"]).parent is None
     # Deeper turns are found by any form of those above them.
     extended = session.find([message("user", [1]), SAID, {"role": "tool", "content": "3"}], ["tool"])
-    deeper = session.add(extended, ids([1, 5, 6, 7]), response([8]), number=1, said=message("assistant", [8]))
+    deeper = session.add(
+        extended, ids([1, 5, 6, 7]), response([8]), number=1, message=message("assistant", [8])
+    )
     found = session.find([*messages, message("assistant", [8]), message("user", [9])], ["tool"])
     assert (found.parent is deeper, found.covered == len(messages) + 1) == (matches, matches)
 
@@ -220,7 +222,7 @@ def test_blanks_count_in_messages_that_the_policy_did_not_write(role: str, parts
         return [{"role": role, "content": content}, message("user", [2])]
 
     session, new = Session("s", max_turns=9), message("user", [3])
-    node = session.add(session.find(history("1 1\n1 1")), ids([1]), response([5]), number=0, said=SAID)
+    node = session.add(session.find(history("1 1\n1 1")), ids([1]), response([5]), number=0, message=SAID)
     assert session.find([*history("1 1\n1 1"), SAID, new]).parent is node
     assert session.find([*history(changed), SAID, new]).parent is None
 
@@ -228,14 +230,14 @@ def test_blanks_count_in_messages_that_the_policy_did_not_write(role: str, parts
 def test_equal_answers_are_extended_one_each() -> None:
     session, said = Session("s", max_turns=9), message("assistant", [1])
     asked = session.find([message("user", [1])])
-    nodes = [session.add(asked, ids([1]), response([5 + n]), number=n, said=said) for n in range(2)]
+    nodes = [session.add(asked, ids([1]), response([5 + n]), number=n, message=said) for n in range(2)]
     messages, parents = [*asked.messages, said, message("user", [2])], []
     for n in range(2):
         found = session.find(messages)
         assert found.parent is not None
         parents.append(found.parent)
         session.add(
-            found, prompt_of(session, found), response([7]), number=2 + n, said=message("assistant", [7])
+            found, prompt_of(session, found), response([7]), number=2 + n, message=message("assistant", [7])
         )
     assert {*parents} == {*nodes}
 

@@ -71,7 +71,7 @@ class Agent:
             self.next_id += tokens
             with self.session.sampling() as place:
                 said = message("assistant", answer.ids)
-                node = self.session.add(asked, prompt, answer, number=place, said=said, name=f"id{number}")
+                node = self.session.add(asked, prompt, answer, number=place, message=said, name=f"id{number}")
         node.received = received
         self.turns.append((node, [*messages, node.said]))
         return node

@@ -68,7 +68,7 @@ class Gateway:
             said = {"role": "assistant", "content": answer}
             with self.session.sampling() as number:
                 node = self.session.add(
-                    asked, prompt.ids, sampled, number=number, said=said, text=answer, images=prompt.images
+                    asked, prompt.ids, sampled, number=number, message=said, text=answer, images=prompt.images
                 )
         node.received = True
         return node, prompt

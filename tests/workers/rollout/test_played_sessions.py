@@ -29,7 +29,7 @@ def session_of(finish_reasons: Sequence[str] = ("stop", "stop")) -> Session:
             asked = session.find([{"role": "user", "content": f"{number}?"}])
             said = {"role": "assistant", "content": str(number)}
             prompt = np.array([1, 2, number], np.int32)
-            node = session.add(asked, prompt, response, number=turn, said=said, name=f"r{number}")
+            node = session.add(asked, prompt, response, number=turn, message=said, name=f"r{number}")
             node.received = True
     return session
 

@@ -78,10 +78,10 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     """
     layers = model.modules() if current_platform.is_cpu() else ()
     methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
-    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
-    for method, _ in taken:
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
+    for method, _ in kernels:
         method.moe_kernel = None
-    return taken
+    return kernels
 
 
 @dataclass
@@ -126,19 +126,21 @@ def _load_experts(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -
     vLLM's bookkeeping takes 0.1 to 0.2 ms a call, and 128 experts in 48 layers have 18,432 weights.
     """
     shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_up_proj_name: "w3", layer.ckpt_down_proj_name: "w2"}
-    found: dict[str | None, dict[str, Tensor]] = {}
+    by_shard: dict[str | None, dict[str, Tensor]] = {}
     for name, weight in weights:
         expert, _, projection = name.partition(".")
         shard = shards.get(projection.removesuffix(".weight")) if expert.isdecimal() else None
-        found.setdefault(shard, {})[name] = weight
-        if shard and len(found[shard]) == layer.global_num_experts:
-            stacked = torch.stack([each for _, each in sorted(found.pop(shard).items(), key=_number)])
+        by_shard.setdefault(shard, {})[name] = weight
+        if shard and len(by_shard[shard]) == layer.global_num_experts:
+            stacked = torch.stack([tensor for _, tensor in sorted(by_shard.pop(shard).items(), key=_number)])
             name = "w2_weight" if shard == "w2" else "w13_weight"
             parameter = getattr(layer, name)
             parameter.weight_loader(parameter, stacked, name, shard, 0, return_success=True)
             yield name
-    others = [item for items in found.values() for item in items.items()]  # and what a buffer holds in part
-    yield from RoutedExperts.load_weights(layer, others)
+    other_weights = [
+        item for items in by_shard.values() for item in items.items()
+    ]  # and what a buffer holds in part
+    yield from RoutedExperts.load_weights(layer, other_weights)
 
 
 def _number(expert: tuple[str, Tensor]) -> int:

@@ -77,7 +77,10 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    refs = [getattr(engine, method).remote(*each) for engine, each in zip(engines, arguments, strict=True)]
+    refs = [
+        getattr(engine, method).remote(*call_arguments)
+        for engine, call_arguments in zip(engines, arguments, strict=True)
+    ]
     replicas = {ref: replica for replica, ref in enumerate(refs)}
     while refs:
         (done,), refs = ray.wait(refs, num_returns=1)

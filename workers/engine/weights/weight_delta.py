@@ -92,9 +92,9 @@ class DeltaPacker:
             return self._packed(None, share)
         self._updates += 1
         check = check or self._updates % CHECK_EVERY == 0
-        found = [changes[begin] for begin in sorted(changes)]
+        parts = [changes[begin] for begin in sorted(changes)]
         offsets, values = (
-            np.concatenate([part[i] for part in found] or [np.empty(0, np.uint16)]) for i in (0, 1)
+            np.concatenate([part[i] for part in parts] or [np.empty(0, np.uint16)]) for i in (0, 1)
         )
         delta = WeightDelta(counts, offsets, values, checksum(self._file) if check else None)
         self._sent_bytes += delta.nbytes
@@ -104,12 +104,12 @@ class DeltaPacker:
         payload = self._file if delta is None else delta
         if delta is None:
             self._updates = self._sent_bytes = 0
-        found = {
+        values = {
             "weights_changed": share,
             "weights_mib": payload.nbytes / 2**20,
             "weights_whole": float(delta is None),
         }
-        return payload, {name: Metric.max(value) for name, value in found.items()}
+        return payload, {name: Metric.max(value) for name, value in values.items()}
 
     def _compare(
         self, weights: "Iterable[tuple[str, Tensor]]"
@@ -139,8 +139,8 @@ class DeltaPacker:
             total += len(at)
             if total <= DENSE * len(words):
                 positions = at.numpy() + begin
-                found = np.bincount((positions >> BLOCK_BITS) - (begin >> BLOCK_BITS))
-                counts[begin >> BLOCK_BITS :][: len(found)] += found.astype(np.uint32)
+                block_counts = np.bincount((positions >> BLOCK_BITS) - (begin >> BLOCK_BITS))
+                counts[begin >> BLOCK_BITS :][: len(block_counts)] += block_counts.astype(np.uint32)
                 changes[begin] = positions.astype(np.uint16), values.numpy().view(np.uint16)
         return counts, changes, total / len(words)
 

@@ -334,16 +334,16 @@ def ballast_packed(
         raise UnsupportedModelError(
             f"{name} was called without packed_attention: the model does not pass it to its layers"
         )
-    asked = [feature for feature in REFUSED_FEATURES if features.get(feature) is not None]
+    refused_features = [feature for feature in REFUSED_FEATURES if features.get(feature) is not None]
     if attention_mask is not None:
-        asked.append("attention_mask")
+        refused_features.append("attention_mask")
     if dropout:
-        asked.append("dropout")
+        refused_features.append("dropout")
     if key.shape[2] != query.shape[2]:
-        asked.append("past_key_values")
-    if asked:
+        refused_features.append("past_key_values")
+    if refused_features:
         raise UnsupportedModelError(
-            f"{name} uses {', '.join(asked)}, which packed attention does not compute"
+            f"{name} uses {', '.join(refused_features)}, which packed attention does not compute"
         )
     _check_window(module, features.get("sliding_window"))
     computed = {

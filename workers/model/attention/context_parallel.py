@@ -74,10 +74,10 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(selected)
-        whole = values.new_zeros(size, *values.shape[1:])
-        whole[selected] = values
-        dist.all_reduce(whole, group=group)
-        return whole
+        full_values = values.new_zeros(size, *values.shape[1:])
+        full_values[selected] = values
+        dist.all_reduce(full_values, group=group)
+        return full_values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,16 +110,16 @@ class Ulysses:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         if sinks is not None:
             features["sinks"] = sinks.chunk(self._size)[self._group.rank()]
-        whole = self._to_whole_sequences(query, key, value)
-        return self._to_all_heads(self._attention(*whole, scale, **features))
+        sequences = self._to_whole_sequences(query, key, value)
+        return self._to_all_heads(self._attention(*sequences, scale, **features))
 
     def _to_whole_sequences(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """[1, h, T/cp, D] each -> [1, h/cp, T, D] each, tokens in row order, in one exchange."""
         tokens, dim = tensors[0].shape[2:]
         shares = [tensor.view(self._size, -1, tokens, dim) for tensor in tensors]
         received = _AllToAll.apply(torch.cat(shares, dim=1), self._group)
-        whole = received.transpose(0, 1).flatten(1, 2).index_select(1, self._in_order)
-        return whole[None].split([share.shape[1] for share in shares], dim=1)
+        sequences = received.transpose(0, 1).flatten(1, 2).index_select(1, self._in_order)
+        return sequences[None].split([share.shape[1] for share in shares], dim=1)
 
     def _to_all_heads(self, output: Tensor) -> Tensor:
         """[1, T, H/cp, D] -> [1, T/cp, H, D]."""

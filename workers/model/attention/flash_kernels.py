@@ -73,12 +73,12 @@ def flash_forward(
     queries than keys, builds a mask of all pairs.
     """
     if query.device.type != "cpu":
-        where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
+        cuda_arguments, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         output, lse, *_ = aten._flash_attention_forward(
             query,
             key,
             value,
-            *where,
+            *cuda_arguments,
             0.0,
             block.causal,
             False,
@@ -115,7 +115,7 @@ def flash_backward(
     """
     if query.device.type != "cpu":
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
-        where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
+        cuda_arguments, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         return aten._flash_attention_backward(
             grad_output,
             query,
@@ -123,7 +123,7 @@ def flash_backward(
             value,
             output,
             lse.contiguous(),
-            *where,
+            *cuda_arguments,
             0.0,
             block.causal,
             no_dropout,
@@ -144,8 +144,8 @@ def flash_backward(
     ):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask = _mask_on_cpu(q, k, block)
-        given = (grad, q, k, v, out, sums[None].contiguous())
-        grads.append(backward(*given, 0.0, block.causal and mask is None, attn_mask=mask, scale=scale))
+        inputs = (grad, q, k, v, out, sums[None].contiguous())
+        grads.append(backward(*inputs, 0.0, block.causal and mask is None, attn_mask=mask, scale=scale))
     grad_query, grad_key, grad_value = (
         torch.cat([part[0].transpose(0, 1) for part in parts]) for parts in zip(*grads, strict=True)
     )
@@ -196,10 +196,10 @@ def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output:
     key, value = take(key_value, block.keys, dim=1)
     query = take(query, block.queries, dim=0)
     part, part_lse = flash_forward(query, key, value, block, scale)
-    before = take(output, block.queries, dim=0)
+    before_output = take(output, block.queries, dim=0)
     before_lse = take(lse, block.queries, dim=1)
     merged_lse = torch.logaddexp(before_lse, part_lse)
-    merged = before * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
+    merged = before_output * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
     _put(output, block.queries, merged, dim=0)
     _put(lse, block.queries, merged_lse, dim=1)
 

@@ -54,11 +54,11 @@ def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
     first, second = to_device(device, *(mask.nonzero().squeeze(1) for mask in (is_first, ~is_first)))
     half = Segments.of(halves, device)
-    whole = Segments.of([2 * length for length in halves], device)
-    own = Block(whole, whole, causal=True)
-    earlier = Block(whole, half, causal=False, keys=first)
-    later = Block(half, whole, causal=False, queries=second)
-    return [(own,), *[(earlier,)] * rank, *[(later,)] * (size - 1 - rank)]
+    full_segments = Segments.of([2 * length for length in halves], device)
+    own_block = Block(full_segments, full_segments, causal=True)
+    earlier = Block(full_segments, half, causal=False, keys=first)
+    later = Block(half, full_segments, causal=False, queries=second)
+    return [(own_block,), *[(earlier,)] * rank, *[(later,)] * (size - 1 - rank)]
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,15 @@ class Tree:
         mask = torch.full((self.cells, self.cells), -torch.inf, dtype=dtype)
         for run in self.runs:
             first = run.first - self.runs[0].first
-            own = mask[first : first + run.length]
-            own[:, first : first + run.length] = mask.new_full((run.length, run.length), -torch.inf).triu(1)
+            run_mask = mask[first : first + run.length]
+            run_mask[:, first : first + run.length] = mask.new_full(
+                (run.length, run.length), -torch.inf
+            ).triu(1)
             if run.level:
                 above = self.runs[run.parent - self.before].first - self.runs[0].first
-                own[:, :first] = mask[above + run.shared - 1, :first]  # all that the prefix's last cell sees
+                run_mask[:, :first] = mask[
+                    above + run.shared - 1, :first
+                ]  # all that the prefix's last cell sees
         return mask
 
 
@@ -145,8 +149,8 @@ def widest_by_path(row: SharedRow) -> int:
 def path_block(row: SharedRow, device: torch.device) -> Block:
     seen: list[Tensor] = []  # by run, the cells of its path and its own
     for run in row.runs:
-        before = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
-        seen.append(torch.cat([before, torch.arange(run.first, run.first + run.length)]))
+        prefix_cells = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
+        seen.append(torch.cat([prefix_cells, torch.arange(run.first, run.first + run.length)]))
     queries = [run.length for run in row.runs]
     if row.lengths[0] < row.padded_lengths[0]:
         seen.append(torch.arange(row.lengths[0], row.padded_lengths[0]))
@@ -157,7 +161,7 @@ def path_block(row: SharedRow, device: torch.device) -> Block:
 
 def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
     """Return, by step of a ring, the blocks of rank `rank` of `size` with the keys of rank `rank - step`."""
-    stripes = [Stripe(each, size) for each in range(size)]
+    stripes = [Stripe(index, size) for index in range(size)]
     return [attention_blocks(row, stripes[rank], stripes[rank - step], device) for step in range(size)]
 
 
@@ -182,10 +186,10 @@ def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
 
     At most one query that sees no key, and one key that no query sees, are left out.
     """
-    own = queries.of(run)
+    run_queries = queries.of(run)
     seen = keys.of(run)
     later = int(keys.rank > queries.rank)
-    return range(seen.start + later, own.stop), range(seen.start, own.stop - later)
+    return range(seen.start + later, run_queries.stop), range(seen.start, run_queries.stop - later)
 
 
 def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
@@ -234,9 +238,9 @@ class _SharedAttention(torch.autograd.Function):
         """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
         query = query.contiguous()
         key_value = key_value.contiguous()
-        own, *levels = blocks
-        key, value = take(key_value, own.keys, dim=1)
-        output, lse = flash_forward(query, key, value, own, scale)
+        own_block, *levels = blocks
+        key, value = take(key_value, own_block.keys, dim=1)
+        output, lse = flash_forward(query, key, value, own_block, scale)
         if levels:
             merged = output.to(torch.promote_types(query.dtype, torch.float32))
             lse = lse.clone()  # the kernel's own may be kept, see `recomputation`
@@ -252,15 +256,15 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key_value, output, lse = ctx.saved_tensors
-        given = grad_output.contiguous(), query, key_value, output, lse, ctx.scale
+        inputs = grad_output.contiguous(), query, key_value, output, lse, ctx.scale
         dtype = torch.promote_types(query.dtype, torch.float32)
-        own, *levels = ctx.blocks
-        grad_query, part = gradients(*given, own)
+        own_block, *levels = ctx.blocks
+        grad_query, part = gradients(*inputs, own_block)
         grad_query = grad_query.to(dtype if levels else query.dtype)
         grad_key_value = torch.zeros_like(key_value, dtype=dtype)
-        add(grad_key_value, own.keys, part, dim=1)
+        add(grad_key_value, own_block.keys, part, dim=1)
         for block in levels:
-            part_query, part = gradients(*given, block)
+            part_query, part = gradients(*inputs, block)
             add(grad_query, block.queries, part_query, dim=0)
             add(grad_key_value, block.keys, part, dim=1)
         return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None

@@ -151,8 +151,8 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be loaded: {_cause(error)}.") from error
         _set_random_state(random_state, self._device)
         if not random_state:
-            told = "%s was saved by %d ranks and is loaded by %d: random states are not restored"
-            log.warning(told, path, manifest.world_size, size)
+            message = "%s was saved by %d ranks and is loaded by %d: random states are not restored"
+            log.warning(message, path, manifest.world_size, size)
         self._states.resume({name: numbers[stored] for name, stored in names.items()})
         return manifest
 
@@ -183,9 +183,9 @@ class Checkpointer:
         return state
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
-        made = [self._on_all_ranks(lambda: make() if dist.get_rank() == 0 else None)]
-        dist.broadcast_object_list(made, src=0, group=self._group)
-        return made[0]
+        objects = [self._on_all_ranks(lambda: make() if dist.get_rank() == 0 else None)]
+        dist.broadcast_object_list(objects, src=0, group=self._group)
+        return objects[0]
 
     def _on_all_ranks(self, check: Callable[[], Any]) -> Any:
         with raise_on_all_ranks(self._group):
@@ -268,13 +268,13 @@ def _read_metadata(path: Path, reader: dcp.HuggingFaceStorageReader) -> Metadata
 
 
 def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
-    found = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
-    found = {name: shape for name, shape in found.items() if not name.startswith("random.")}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    stored_shapes = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
+    stored_shapes = {name: shape for name, shape in stored_shapes.items() if not name.startswith("random.")}
+    for name in sorted(stored_shapes.keys() | wanted.keys()):
+        if stored_shapes.get(name) != wanted.get(name):
             raise CheckpointError(
                 f"{path} is of another model, optimiser or other trained parameters: {name} has shape "
-                f"{found.get(name, 'none')} there and {wanted.get(name, 'none')} here."
+                f"{stored_shapes.get(name, 'none')} there and {wanted.get(name, 'none')} here."
             )
 
 

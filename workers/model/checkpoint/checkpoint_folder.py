@@ -139,12 +139,12 @@ def read_manifest(path: Path) -> Manifest:
 
 def _check_listing(path: Path, manifest: Manifest) -> None:
     # Refuse any other file, so that no foreign one is opened.
-    found = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
+    sizes = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
     wanted = {name: stored.size for name, stored in manifest.files.items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    for name in sorted(sizes.keys() | wanted.keys()):
+        if sizes.get(name) != wanted.get(name):
             raise CheckpointError(
-                f"{path} is torn: {name} has {found.get(name, 'no')} bytes and should have "
+                f"{path} is torn: {name} has {sizes.get(name, 'no')} bytes and should have "
                 f"{wanted.get(name, 'none')}."
             )
 
@@ -158,13 +158,13 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
     """Return the complete checkpoints in `folder` by ascending step, and log others as warnings."""
-    found = []
+    checkpoints = []
     for path in Path(folder).glob("[!.]*/"):
         try:
-            found.append((path, read_manifest(path)))
+            checkpoints.append((path, read_manifest(path)))
         except CheckpointError as error:
             log.warning("not resumable: %s", error)
-    return sorted(found, key=lambda entry: (entry[1].step, entry[0].name))
+    return sorted(checkpoints, key=lambda entry: (entry[1].step, entry[0].name))
 
 
 def prune(folder: str | Path, keep_last: int) -> None:

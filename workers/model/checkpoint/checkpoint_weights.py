@@ -103,12 +103,12 @@ class CheckpointWeights:
 
     def metadata(self, plan: Iterable[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return meta tensors of all that `plan` makes, in order."""
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for conversion in plan:
-            made |= revert_weight_conversion(
+            tensors |= revert_weight_conversion(
                 self.model, {name: self._like(name, dtype) for name in conversion}
             )
-        return made
+        return tensors
 
     def convert(
         self, plan: Iterable[Conversion], dtype: torch.dtype | None = None, keeper: int | None = None
@@ -128,8 +128,8 @@ class CheckpointWeights:
         dtype: torch.dtype | None,
         keeper: int | None,
     ) -> dict[str, Tensor]:
-        whole = {name: self._gathered(name, shards, dtype) for name in conversion}
-        return revert_weight_conversion(self.model, whole) if keeper in (None, dist.get_rank()) else {}
+        weights = {name: self._gathered(name, shards, dtype) for name in conversion}
+        return revert_weight_conversion(self.model, weights) if keeper in (None, dist.get_rank()) else {}
 
     def has(self, name: str) -> bool:
         return name in self._empty

@@ -52,15 +52,22 @@ def _plan_files(
     weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int
 ) -> list[tuple[str, list[Conversion]]]:
     tied = set(weights.model.all_tied_weights_keys)
-    kept = {target: conversion for target, conversion in weights.plan.items() if not tied & set(conversion)}
+    conversions = {
+        target: conversion for target, conversion in weights.plan.items() if not tied & set(conversion)
+    }
 
     def size(conversion: Conversion) -> int:
         return sum(weight.nbytes for weight in weights.metadata([conversion], dtype).values())
 
     split = split_state_dict_into_shards_factory(
-        kept, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
+        conversions,
+        get_storage_size=size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=file_bytes,
     )
-    return [(file, [kept[name] for name in names]) for file, names in split.filename_to_tensors.items()]
+    return [
+        (file, [conversions[name] for name in names]) for file, names in split.filename_to_tensors.items()
+    ]
 
 
 def write_model(
@@ -97,7 +104,7 @@ def _replaced(path: Path) -> Iterator[Path]:
     """Replace `path` by the new folder that all ranks write to. Only one engine writes to `path`
     at a time.
     """
-    unfinished, replaced = (path.with_name(f"{path.name}.{what}") for what in ("unfinished", "replaced"))
+    unfinished, replaced = (path.with_name(f"{path.name}.{suffix}") for suffix in ("unfinished", "replaced"))
 
     def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -145,8 +152,8 @@ def _write_metadata(
         raise OSError(f"{missing[0]} of another rank is missing. Use a folder that all nodes share.")
     metadata = {name: weights.metadata(conversions, dtype) for name, conversions in files}
     if len(files) > 1:
-        total = sum(weight.nbytes for made in metadata.values() for weight in made.values())
-        names = {name: file for file, made in metadata.items() for name in made}
+        total = sum(weight.nbytes for file_metadata in metadata.values() for weight in file_metadata.values())
+        names = {name: file for file, file_metadata in metadata.items() for name in file_metadata}
         index = {"metadata": {"total_size": total}, "weight_map": names}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     _copy_files(Path(str(cached_file(source, "config.json", local_files_only=True))).parent, folder)
@@ -174,9 +181,9 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
     # Another model: a new value head, or text only.
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    before = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    source_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     keys = ("architectures", "model_type", "num_labels", "pad_token_id")
-    if all(getattr(config, key, None) == getattr(before, key, None) for key in keys):
+    if all(getattr(config, key, None) == getattr(source_config, key, None) for key in keys):
         return
     config.dtype = dtype
     config.to_json_file(folder / "config.json")  # `save_pretrained` refuses generation settings

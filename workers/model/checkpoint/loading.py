@@ -38,7 +38,7 @@ class Source(Generic[Packed]):
         alone = dist.get_world_size() == 1
         self.module: Packed = self._whole if alone and self._whole else load(skeleton=True)
         # Every rank exports weights by reversing the conversions that rank 0 applied to the files.
-        self.rules = self.ask(lambda whole: loading_rules(whole.model)) or []
+        self.rules = self.ask(lambda full_model: loading_rules(full_model.model)) or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
         function(self.module)
@@ -56,16 +56,16 @@ class Source(Generic[Packed]):
 
         device: of the computation. With `cpu_offload` parameters stay in host memory.
         """
-        whole = self._whole
+        full_model = self._whole
         self._whole = None
-        if whole is self.module:
+        if full_model is self.module:
             return
         self.module.to_empty(device=torch.device("cpu") if cpu_offload else device)
         _tie_again(self.module.model)
-        state = whole.state_dict() if whole else {}
+        state = full_model.state_dict() if full_model else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(self.module, state, options=options)
-        _fill_buffers(self.module, dict(whole.named_buffers()) if whole else {}, device)
+        _fill_buffers(self.module, dict(full_model.named_buffers()) if full_model else {}, device)
 
 
 def _tie_again(model: Any) -> None:

@@ -136,21 +136,21 @@ def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
 def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
     head = model.get_output_embeddings()
-    known = {
+    linear_names = {
         name.rpartition(".")[2]
         for name, module in decoder_of(model).named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    if not known:
+    if not linear_names:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
-        return sorted(known)  # peft's default includes an MoE's router and fused experts
+        return sorted(linear_names)  # peft's default includes an MoE's router and fused experts
     names = [name.strip() for name in setting.split(",")]
     for name in names:
-        if name not in known:
+        if name not in linear_names:
             raise ConfigError(
                 f"model.lora.target_modules={setting}: {type(model).__name__} has no linear module {name!r} "
-                f"that takes an adapter. It has {', '.join(sorted(known))}."
+                f"that takes an adapter. It has {', '.join(sorted(linear_names))}."
             )
     return names
 

@@ -38,8 +38,8 @@ class Denominators:
     def of(cls, sequences: DataProto, groups: Tensor | None = None) -> "Denominators":
         """Count a mini-batch that one process holds whole. groups: int [B]."""
         learned = sequences.loss_token_counts > 0
-        found = None if groups is None else len(groups[learned].unique())
-        return cls(sequences.num_loss_tokens, int(learned.sum()), found)
+        group_count = None if groups is None else len(groups[learned].unique())
+        return cls(sequences.num_loss_tokens, int(learned.sum()), group_count)
 
 
 def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:

@@ -38,12 +38,12 @@ def correction_weights(
         return None, {}
     log_ratio = log_ratio_to_rollout(predictions)
     importance = _importance(predictions, log_ratio, config)
-    kept = _kept(predictions, log_ratio, config).to(log_ratio.dtype)
-    weights = importance * kept
+    mask = _kept(predictions, log_ratio, config).to(log_ratio.dtype)
+    weights = importance * mask
     statistics = {
         "rollout_kl": mean(kl_estimate(log_ratio, "k3")),
         "rollout_chi_square": mean(bounded_expm1(2 * log_ratio)),
-        "rollout_rejected_fraction": mean(1 - kept),
+        "rollout_rejected_fraction": mean(1 - mask),
         "rollout_weight_mean": mean(weights),
         **extreme("rollout_weight_max", weights, Reduction.MAX),
         **extreme("rollout_weight_min", weights, Reduction.MIN),

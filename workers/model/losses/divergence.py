@@ -92,15 +92,15 @@ def top_log_probs(layer: OutputLayer, *, count: int, tokens: int) -> tuple[Tenso
     log_probs = torch.zeros(len(hidden), count + 1, dtype=dtype, device=hidden.device)
     for rows in chunks(len(hidden), layer.chunk_tokens):
         logits = head.scaled(F.linear(hidden[rows], weight, layer.bias), dtype)
-        known = max(0, min(len(weight), tokens - head.first_id))
-        found, places = logits[:, :known].topk(min(count, known))
-        missing = 0, count - found.shape[1]
-        found = _of_all(head, F.pad(found, missing, value=-math.inf))
+        column_count = max(0, min(len(weight), tokens - head.first_id))
+        top_logits, places = logits[:, :column_count].topk(min(count, column_count))
+        missing = 0, count - top_logits.shape[1]
+        top_logits = _of_all(head, F.pad(top_logits, missing, value=-math.inf))
         places = _of_all(head, F.pad(places + head.first_id, missing))
-        best = found.topk(count).indices
+        best = top_logits.topk(count).indices
         ids[rows] = places.gather(-1, best)
         total = head.logsumexp(logits)
-        log_probs[rows, :count] = found.gather(-1, best) - total[:, None]
+        log_probs[rows, :count] = top_logits.gather(-1, best) - total[:, None]
         log_probs[rows, count] = _rest(logits, *head.own(ids[rows], len(weight)), head) - total
     return ids, log_probs.clamp_(min=LEAST_LOG_PROB)
 
@@ -142,12 +142,12 @@ class _OverVocabulary(torch.autograd.Function):
             _, log_p, log_q = ctx.of_chunk(rows, F.linear(hidden[rows], weight, bias))
             for total, part in zip(sums, terms(divergence, log_p, log_q), strict=True):
                 total[rows] = part.sum(-1)
-        found, total_w = head.sum(sums).unbind()
+        divergences, total_w = head.sum(sums).unbind()
         ctx.save_for_backward(hidden, weight, bias, total_w)
         ctx.head = head
         ctx.divergence = divergence
         ctx.chunk_tokens = chunk_tokens
-        return found.clone()
+        return divergences.clone()
 
     @staticmethod
     @once_differentiable
@@ -157,15 +157,15 @@ class _OverVocabulary(torch.autograd.Function):
         def of_logits(rows: slice, raw: Tensor) -> tuple[Tensor, Tensor | None]:
             slope, log_p, log_q = ctx.of_chunk(rows, raw)
             _, w = terms(ctx.divergence, log_p, log_q)
-            found = (w - log_p.exp() * total_w[rows, None]).mul_(grad[rows, None])
-            found = F.pad(found, (0, len(weight) - found.shape[1]))
-            return _of_raw(found, slope, raw, ctx.needs_input_grad[2])
+            gradient = (w - log_p.exp() * total_w[rows, None]).mul_(grad[rows, None])
+            gradient = F.pad(gradient, (0, len(weight) - gradient.shape[1]))
+            return _of_raw(gradient, slope, raw, ctx.needs_input_grad[2])
 
         layer = hidden, weight, bias
-        found = layer_gradients(
+        gradients = layer_gradients(
             layer, ctx.needs_input_grad[:3], total_w.dtype, ctx.head, ctx.chunk_tokens, of_logits
         )
-        return *found, None, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _log_probs_of_both(layer: TeacherLayer, head: Head, dtype: torch.dtype, teacher_hidden: Tensor) -> Any:
@@ -220,16 +220,16 @@ class _OverTop(torch.autograd.Function):
         def of_logits(rows: slice, raw: Tensor) -> tuple[Tensor, Tensor | None]:
             logits = head.scaled(raw, normalizer.dtype)
             slope = head.slope(logits)
-            found = (logits - normalizer[rows, None]).exp_().mul_(factor[rows, None])
+            gradient = (logits - normalizer[rows, None]).exp_().mul_(factor[rows, None])
             places, mine = head.own(ids[rows], len(weight))
-            found.scatter_add_(-1, places, at_top[rows].where(mine, 0.0)).mul_(grad[rows, None])
-            return _of_raw(found, slope, raw, ctx.needs_input_grad[2])
+            gradient.scatter_add_(-1, places, at_top[rows].where(mine, 0.0)).mul_(grad[rows, None])
+            return _of_raw(gradient, slope, raw, ctx.needs_input_grad[2])
 
         layer = hidden, weight, bias
-        found = layer_gradients(
+        gradients = layer_gradients(
             layer, ctx.needs_input_grad[:3], log_p.dtype, head, ctx.chunk_tokens, of_logits
         )
-        return *found, None, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _of_raw(grad: Tensor, slope: Any, raw: Tensor, needs_bias: bool) -> tuple[Tensor, Tensor | None]:

@@ -166,7 +166,7 @@ class _LinearLogProbs(torch.autograd.Function):
         _, differentiate = _chunk_functions(hidden.device.type, head.group is not None)
 
         def of_logits(rows: slice, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-            found: tuple[Tensor, Tensor | None] = differentiate(
+            chunk_gradients: tuple[Tensor, Tensor | None] = differentiate(
                 raw,
                 *head.own(targets[rows], len(weight)),
                 normalizer[rows],
@@ -176,13 +176,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 head,
                 ctx.needs_input_grad[2],
             )
-            return found
+            return chunk_gradients
 
         layer = hidden, weight, bias
-        found = layer_gradients(
+        gradients = layer_gradients(
             layer, ctx.needs_input_grad[:3], normalizer.dtype, head, ctx.chunk_tokens, of_logits
         )
-        return *found, None, None, None
+        return *gradients, None, None, None
 
 
 def layer_gradients(

@@ -116,11 +116,11 @@ class Predictions(PackedTokens):
 
         Outputs are [N], but for the hidden states.
         """
-        found = dict(
+        columns = dict(
             zip(("log_probs", "entropy", "divergence"), (o for o in outputs if o.dim() == 1), strict=False)
         )
-        hidden = next((each for each in outputs if each.dim() == 2), None)
-        return cls(**found, hidden=hidden, **columns_at(sequences, rows, outputs[0].device))
+        hidden = next((output for output in outputs if output.dim() == 2), None)
+        return cls(**columns, hidden=hidden, **columns_at(sequences, rows, outputs[0].device))
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a column [N]. Before the only update on a batch, old log-probs are the current ones: ratios
@@ -134,8 +134,8 @@ class Predictions(PackedTokens):
         for sequence, start, stop in self._bounds():
             outputs = {"log_probs": self.log_probs, "entropy": self.entropy}
             outputs |= {"divergence": self.divergence, "hidden": self.hidden}
-            found = {name: values[start:stop] for name, values in outputs.items() if values is not None}
-            yield self._part(sequence, start, stop, **found)
+            columns = {name: values[start:stop] for name, values in outputs.items() if values is not None}
+            yield self._part(sequence, start, stop, **columns)
 
 
 def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:

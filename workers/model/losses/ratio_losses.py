@@ -118,8 +118,8 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
 
 def sequence_ratio(predictions: Predictions, log_ratio: Tensor) -> Tensor:
     """Return s_t of `gspo` at each token, [N]. log_ratio: log r_t, [N]."""
-    own = predictions.log_probs - predictions.log_probs.detach()
-    return bounded_exp(predictions.sequence_mean(log_ratio.detach()) + own)
+    gradient_term = predictions.log_probs - predictions.log_probs.detach()
+    return bounded_exp(predictions.sequence_mean(log_ratio.detach()) + gradient_term)
 
 
 @policy_loss("gmpo", aggregation="sequence_mean_token_mean")

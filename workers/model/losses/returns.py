@@ -68,9 +68,9 @@ def discounts(sequences: DataProto, gamma: float, per: str) -> np.ndarray:
     """Return the discount between each token and the next, float64 [N]. per: `token`, or `turn`: 1 within a
     turn.
     """
-    found = np.full(sequences.num_loss_tokens, gamma if per == "token" else 1.0)
-    found[turns_of(sequences)[0].numpy()] = gamma
-    return found
+    factors = np.full(sequences.num_loss_tokens, gamma if per == "token" else 1.0)
+    factors[turns_of(sequences)[0].numpy()] = gamma
+    return factors
 
 
 def token_kl(sequences: DataProto, estimator: str) -> Tensor:

@@ -18,31 +18,31 @@ from workers.model.losses.ratio_losses import sequence_ratio
 from workers.model.losses.registry import LossFunction
 
 
-def _cross_entropy(found: Predictions, config: SumLossConfig) -> Tensor:
-    return -found["weights"] * found.log_probs
+def _cross_entropy(predictions: Predictions, config: SumLossConfig) -> Tensor:
+    return -predictions["weights"] * predictions.log_probs
 
 
-def _importance_sampling(found: Predictions, config: SumLossConfig) -> Tensor:
-    return -_ratio(found) * found["advantages"]
+def _importance_sampling(predictions: Predictions, config: SumLossConfig) -> Tensor:
+    return -_ratio(predictions) * predictions["advantages"]
 
 
-def _ppo(found: Predictions, config: SumLossConfig) -> Tensor:
-    return _surrogate(_ratio(found), found["advantages"], config)
+def _ppo(predictions: Predictions, config: SumLossConfig) -> Tensor:
+    return _surrogate(_ratio(predictions), predictions["advantages"], config)
 
 
-def _cispo(found: Predictions, config: SumLossConfig) -> Tensor:
-    weight = _ratio(found).detach().clamp(config.ratio_low, config.ratio_high)
-    return -weight * found["advantages"] * found.log_probs
+def _cispo(predictions: Predictions, config: SumLossConfig) -> Tensor:
+    weight = _ratio(predictions).detach().clamp(config.ratio_low, config.ratio_high)
+    return -weight * predictions["advantages"] * predictions.log_probs
 
 
-def _dro(found: Predictions, config: SumLossConfig) -> Tensor:
-    log_ratio = found.log_probs - found["rollout_log_probs"]
-    return -found.log_probs * found["advantages"] + 0.5 * config.beta * log_ratio.square()
+def _dro(predictions: Predictions, config: SumLossConfig) -> Tensor:
+    log_ratio = predictions.log_probs - predictions["rollout_log_probs"]
+    return -predictions.log_probs * predictions["advantages"] + 0.5 * config.beta * log_ratio.square()
 
 
-def _gspo(found: Predictions, config: SumLossConfig) -> Tensor:
-    ratio = sequence_ratio(found, found.log_probs - found["rollout_log_probs"])
-    return _surrogate(ratio, found["advantages"], config)
+def _gspo(predictions: Predictions, config: SumLossConfig) -> Tensor:
+    ratio = sequence_ratio(predictions, predictions.log_probs - predictions["rollout_log_probs"])
+    return _surrogate(ratio, predictions["advantages"], config)
 
 
 FORMS: dict[str, Callable[[Predictions, SumLossConfig], Tensor]] = {
@@ -77,8 +77,8 @@ def make_sum_loss(config: SumLossConfig) -> LossFunction:
     return summed
 
 
-def _ratio(found: Predictions) -> Tensor:
-    return bounded_exp(found.log_probs - found["rollout_log_probs"])
+def _ratio(predictions: Predictions) -> Tensor:
+    return bounded_exp(predictions.log_probs - predictions["rollout_log_probs"])
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, config: SumLossConfig) -> Tensor:

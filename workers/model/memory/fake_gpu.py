@@ -143,10 +143,10 @@ class FakeGpu(TorchDispatchMode):
         if not leaves:
             return operator(*args, **kwargs)
         # What a tower makes of the sizes of images is on the host, see `_sizes_stay`.
-        there = [
-            each.device for each in leaves if isinstance(each, FakeTensor) and each.device.type == DEVICE
+        devices = [
+            leaf.device for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.device.type == DEVICE
         ]
-        device = there[0] if there and not operator._schema.is_mutable else None
+        device = devices[0] if devices and not operator._schema.is_mutable else None
         with self._fake:
             result = operator(
                 *tree_map_only(torch.Tensor, partial(_without_numbers, device=device), args), **kwargs
@@ -251,7 +251,9 @@ def stand_in() -> None:
 def _sizes_stay(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copy to the device, except the sizes of images, int64 [n, 2 or 3], from which towers read numbers."""
     copied = to_device(device, *tensors)
-    are_sizes = [each.ndim == 2 and each.shape[1] <= 3 and not each.is_floating_point() for each in tensors]
+    are_sizes = [
+        tensor.ndim == 2 and tensor.shape[1] <= 3 and not tensor.is_floating_point() for tensor in tensors
+    ]
     return [tensor if stays else copy for tensor, copy, stays in zip(tensors, copied, are_sizes, strict=True)]
 
 
@@ -267,11 +269,11 @@ def _flash_attention(
     """Attend within a tower, [B, H, T, D] to [B, T, H, D]. All images at once: a call for each takes as much
     memory.
     """
-    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     bounds = torch.zeros(2, dtype=torch.int32, device=query.device)
     longest = len(q)
-    found = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
-    return found.view(len(query), -1, *found.shape[1:]), None
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
+    return output.view(len(query), -1, *output.shape[1:]), None
 
 
 def _all_say_the_same(values: list[Any], value: Any, **_: Any) -> None:

@@ -77,10 +77,10 @@ class Role:
     images: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> "Role":
+    def read(cls, fields: Mapping[str, Any]) -> "Role":
         """From JSON."""
-        model = dict(given["model"])
-        return cls(**{**given, "model": ModelConfig(**{**model, "lora": LoraConfig(**model["lora"])})})
+        model = dict(fields["model"])
+        return cls(**{**fields, "model": ModelConfig(**{**model, "lora": LoraConfig(**model["lora"])})})
 
 
 def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -89,12 +89,12 @@ def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Returns, by role, `sizes`, see `_sizes`, and `stages`: of the first and the last stage, bytes by pass, and
     `states` between passes. A role that fails on fake tensors has `problem`, one line, in place of `stages`.
     """
-    roles = {name: Role.read(given) for name, given in request["roles"].items()}
+    roles = {name: Role.read(fields) for name, fields in request["roles"].items()}
     parallel = ParallelConfig(**request["parallel"])
     sizes = {name: _sizes(role, parallel) for name, role in roles.items()}
     points = {
-        name: _points(request["layers"], roles[name], found["layers"], parallel)
-        for name, found in sizes.items()
+        name: _points(request["layers"], roles[name], role_sizes["layers"], parallel)
+        for name, role_sizes in sizes.items()
     }
     stages = sorted({0, parallel.pipeline_parallel - 1})
     with _pools(request["ranks"], parallel, stages, sum(map(len, points.values()))) as pools:
@@ -174,7 +174,7 @@ def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def _points(asked: list[int], role: Role, layers: int, parallel: ParallelConfig) -> list[int]:
+def _points(layer_counts: list[int], role: Role, layers: int, parallel: ParallelConfig) -> list[int]:
     """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small
     model.
 
@@ -183,8 +183,8 @@ def _points(asked: list[int], role: Role, layers: int, parallel: ParallelConfig)
     virtual = parallel.virtual_stages
     if role.images:
         return [-(-layers // virtual) * virtual]
-    fewest = -(-asked[0] // virtual) * virtual
-    points = [fewest + virtual * (count - asked[0]) for count in asked]
+    fewest = -(-layer_counts[0] // virtual) * virtual
+    points = [fewest + virtual * (count - layer_counts[0]) for count in layer_counts]
     return points if points[-1] <= layers else [layers]
 
 
@@ -199,7 +199,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
     gc.collect()
     (ledger,) = _ledgers
     stages = request["parallel"]["pipeline_parallel"]
-    before = ledger.current
+    base_bytes = ledger.current
     with _folder(role.description, layers * stages, role.images.get("folder", "")) as path:
         engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
@@ -216,7 +216,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
         image = largest_image(vision, role.images) if role.images and vision else None
     if role.trains:
         optimizer_state(engine.optimizer)
-    found: dict[str, float] = {"states": ledger.current - before}
+    bytes_by_pass: dict[str, float] = {"states": ledger.current - base_bytes}
     for name, tokens in role.tokens.items():
         layout, _ = role.model.rows(forward=name != "update")
         count = (
@@ -234,8 +234,8 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
         ledger.restart()
         run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
-        found[name] = ledger.peak - before
-    return found
+        bytes_by_pass[name] = ledger.peak - base_bytes
+    return bytes_by_pass
 
 
 def _micro_batches(parallel: ParallelConfig, stage: int) -> int:
@@ -252,8 +252,8 @@ def _update(
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         taught = DistillationConfig(**request["distillation"])
-        given = {name: request[name] for name in ("entropy_coefficient", "hidden_states")}
-        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, distillation=taught, **given))
+        options = {name: request[name] for name in ("entropy_coefficient", "hidden_states")}
+        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, distillation=taught, **options))
         sequences = _with_teacher(engine, sequences, taught, request)
     engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))
     engine.optimizer_step()
@@ -267,9 +267,9 @@ def _with_teacher(
     top = taught.top_k
     if not taught.coefficient:
         return sequences
-    found = {"teacher_log_probs": torch.zeros(tokens)}
+    columns = {"teacher_log_probs": torch.zeros(tokens)}
     if taught.over == "top_k":
-        found = {
+        columns = {
             "teacher_top_ids": torch.zeros(tokens, top, dtype=torch.int64),
             "teacher_top_log_probs": torch.zeros(tokens, top + 1),
         }
@@ -278,8 +278,8 @@ def _with_teacher(
         text = text.get("text_config") or text
         layer = torch.zeros(text["vocab_size"], text["hidden_size"], dtype=engine.dtype)
         engine.teacher_layer = WholeLayer(as_numpy(layer), None, None, 1.0, engine.dtype)
-        found = {"teacher_hidden": torch.zeros(tokens, text["hidden_size"], dtype=engine.dtype)}
-    return replace(sequences, tokens=sequences.tokens | found)
+        columns = {"teacher_hidden": torch.zeros(tokens, text["hidden_size"], dtype=engine.dtype)}
+    return replace(sequences, tokens=sequences.tokens | columns)
 
 
 def full_micro_batches(
@@ -340,15 +340,15 @@ def with_images(
     picture, ids = image
     placed: list[list[PlacedImage]] = [[] for _ in range(len(sequences))]
     for start, stop in micro_batches:
-        left = most // len(ids) if most else len(sequences) * prompt
-        each = len(ids) + 1
+        image_budget = most // len(ids) if most else len(sequences) * prompt
+        stride = len(ids) + 1
         for row in range(start, stop):
             first = int(sequences.offsets[row])
             length = int(sequences.lengths[row])
-            count = min(left, (length if most else min(length, prompt)) // each)
-            left -= count
+            count = min(image_budget, (length if most else min(length, prompt)) // stride)
+            image_budget -= count
             for index in range(count):
-                place = index * each + 1
+                place = index * stride + 1
                 sequences.tokens["input_ids"][first + place : first + place + len(ids)] = torch.from_numpy(
                     ids
                 )

@@ -51,8 +51,10 @@ class Order:
         choices = order.to(torch.int32)
         numbers = torch.arange(len(order), dtype=torch.int32, device=order.device)
         places = torch.empty_like(numbers).scatter_(0, order, numbers).view_as(chosen)
-        each = torch.arange(count, device=order.device)
-        return Order(choices, places, experts, torch.searchsorted(experts, each, right=True, out_int32=True))
+        expert_numbers = torch.arange(count, device=order.device)
+        return Order(
+            choices, places, experts, torch.searchsorted(experts, expert_numbers, right=True, out_int32=True)
+        )
 
     def rows(self, tokens: Tensor) -> Tensor:
         """[T, H] -> [T k, H], by expert."""
@@ -148,10 +150,10 @@ class Route:
         self._copied.synchronize()
         sent, received = on_host(self._sizes, len(self.order.choices))
         ends = self._received.flatten().cumsum(0)
-        own = self._received.shape[1]
+        local_experts = self._received.shape[1]
         rows = torch.arange(max(1, sum(received)), device=ends.device)
-        chosen = torch.searchsorted(ends, rows, right=True) % own
-        return sent, received, Order.by_expert(chosen[:, None], own)
+        chosen = torch.searchsorted(ends, rows, right=True) % local_experts
+        return sent, received, Order.by_expert(chosen[:, None], local_experts)
 
 
 def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
@@ -187,7 +189,7 @@ class GroupedExperts(RouterHook):
             rows = _computed(experts, rows, weights, route.order)
         else:
             sent, received, order = self._exchange(route)
-            rows, weights = (_Exchange.apply(each, sent, received, group) for each in (rows, weights))
+            rows, weights = (_Exchange.apply(tensor, sent, received, group) for tensor in (rows, weights))
             rows = _computed(experts, order.rows(rows), order.values(weights[:, None]), order)
             rows = _Exchange.apply(order.sums(rows), received, sent, group)
         return route.order.sums(rows)
@@ -209,8 +211,8 @@ class GroupedExperts(RouterHook):
 def _computed(experts: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """Return the experts' outputs times `weights` [R] for rows by expert, [R, H]."""
     local = {
-        name: each.to_local() if isinstance(each, DTensor) else each
-        for name, each in experts.named_parameters(recurse=False)
+        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in experts.named_parameters(recurse=False)
     }
     weights = weights[:, None]
     both = _product(rows, local["gate_up_proj"], order, experts.is_transposed)

@@ -100,10 +100,10 @@ class RouterReplay(RouterHook):
         choices = micro_batch.tokens[ROUTED_EXPERTS].cpu()
         source = own_cells(rows.source, self._tensor)
         unknown = torch.iinfo(choices.dtype).max
-        (found,) = to_device(
+        (own_choices,) = to_device(
             self._counts.device, choices[source].masked_fill_((source < 0)[:, None, None], unknown)
         )
-        return found
+        return own_choices
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
         if not self.active:
@@ -121,12 +121,12 @@ class RouterReplay(RouterHook):
 
     def _forward_of(self, block: nn.Module, layer: int, model: str) -> Callable[..., Any]:
         compute = block.forward
-        experts = {each.num_experts for each in find_experts(block)}  # of all ranks, not yet divided
+        experts = {module.num_experts for module in find_experts(block)}  # of all ranks, not yet divided
 
-        def forward(*given: Any, **named: Any) -> Any:
+        def forward(*arguments: Any, **named: Any) -> Any:
             choice = None if self.current is None else self.current[:, layer].long()
             with _TopK(self, choice, experts) as top_k:
-                result = compute(*given, **named)
+                result = compute(*arguments, **named)
             if top_k.found != 1:
                 raise UnsupportedModelError(
                     f"{model} does not choose its experts by one top k of their scores, so its choice is "
@@ -136,12 +136,12 @@ class RouterReplay(RouterHook):
 
         return forward
 
-    def chosen(self, own: Tensor, choice: Tensor, experts: int) -> Tensor:
-        known = ((choice >= 0) & (choice < experts)).all(-1, keepdim=True)
+    def chosen(self, own_choice: Tensor, choice: Tensor, experts: int) -> Tensor:
+        is_known = ((choice >= 0) & (choice < experts)).all(-1, keepdim=True)
         if self.counting:
-            different = (choice[:, :, None] != own[:, None, :]).all(-1) & known
-            self._counts += torch.stack([known.sum() * choice.shape[-1], different.sum()])
-        return torch.where(known, choice, own) if self._replaces else own
+            different = (choice[:, :, None] != own_choice[:, None, :]).all(-1) & is_known
+            self._counts += torch.stack([is_known.sum() * choice.shape[-1], different.sum()])
+        return torch.where(is_known, choice, own_choice) if self._replaces else own_choice
 
 
 class _TopK(TorchFunctionMode):
@@ -164,9 +164,11 @@ class _TopK(TorchFunctionMode):
         self.found += 1
         if self._choice is None:
             return result
-        own = result.indices
-        chosen = self._replay.chosen(own.reshape(len(self._choice), -1), self._choice, args[0].shape[-1])
-        chosen = chosen.reshape(own.shape)
+        own_choice = result.indices
+        chosen = self._replay.chosen(
+            own_choice.reshape(len(self._choice), -1), self._choice, args[0].shape[-1]
+        )
+        chosen = chosen.reshape(own_choice.shape)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
@@ -239,7 +241,7 @@ class RouterLosses(RouterHook):
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
         if not self._active:
             return
-        counts = [sum(map(len, micro_batches)), sum(each.num_tokens for each in micro_batches)]
+        counts = [sum(map(len, micro_batches)), sum(micro_batch.num_tokens for micro_batch in micro_batches)]
         totals = torch.tensor(counts, dtype=torch.float64, device=self._device)
         for group in groups:
             dist.all_reduce(totals, group=group)
@@ -269,7 +271,7 @@ class RouterLosses(RouterHook):
         losses = [("router_aux_loss", self._balance, balance), ("router_z_loss", self._z, z)]
         return {name: Statistic(Reduction.MEAN, loss, 1) for name, coefficient, loss in losses if coefficient}
 
-    def _add_losses(self, router: nn.Module, given: Any, outputs: Any) -> Any:
+    def _add_losses(self, router: nn.Module, arguments: Any, outputs: Any) -> Any:
         if not torch.is_grad_enabled() or self.current is None:
             return None
         logits, weights, chosen = outputs
@@ -285,13 +287,13 @@ class RouterLosses(RouterHook):
         is_part = self.current.is_part.to(logits.dtype)
         lengths = self.current.lengths[:, None]
         with torch.no_grad():
-            taken = torch.zeros_like(logits).scatter_add_(
+            token_counts = torch.zeros_like(logits).scatter_add_(
                 -1, chosen, torch.ones_like(chosen, dtype=logits.dtype)
             )
-            taken = is_part.T @ taken  # [S, E], tokens of each sequence by expert
+            token_counts = is_part.T @ token_counts  # [S, E], tokens of each sequence by expert
             for group in self._groups:
-                dist.all_reduce(taken, group=group)
-            load = taken * (logits.shape[-1] / chosen.shape[-1]) / lengths
+                dist.all_reduce(token_counts, group=group)
+            load = token_counts * (logits.shape[-1] / chosen.shape[-1]) / lengths
             weights = is_part @ (load / lengths / self._sequences)  # [C, E]
         return (weights * logits.softmax(-1)).sum()
 
@@ -332,8 +334,8 @@ class ExpertLoad(RouterHook):
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
         if not len(self._sizes):
             return None
-        (found,) = to_device(self._counts.device, own_cells(rows.source >= 0, self._tensor))
-        return found
+        (is_real,) = to_device(self._counts.device, own_cells(rows.source >= 0, self._tensor))
+        return is_real
 
     def take(self) -> Statistics:
         if not len(self._sizes):
@@ -347,11 +349,11 @@ class ExpertLoad(RouterHook):
         return {"expert_load_max_over_mean": Statistic(Reduction.MEAN, worst, 1)}
 
     def _hook(self, layer: int) -> Any:
-        def count(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            chosen = (named["top_k_index"] if "top_k_index" in named else given[1]).flatten(0, -2)
+        def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            chosen = (named["top_k_index"] if "top_k_index" in named else arguments[1]).flatten(0, -2)
             if self.counting:
-                taken = self.current[:, None].expand_as(chosen).reshape(-1)
-                self._counts[layer].index_add_(0, chosen.reshape(-1), taken.to(torch.int64))
+                is_real = self.current[:, None].expand_as(chosen).reshape(-1)
+                self._counts[layer].index_add_(0, chosen.reshape(-1), is_real.to(torch.int64))
 
         return count
 

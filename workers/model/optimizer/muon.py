@@ -66,10 +66,10 @@ class Muon(torch.optim.AdamW):
 def _stackable(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     """Yield parameters of one shape and layout together, up to one matrix a rank. Experts come alone."""
     by_layout: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for each in parameters:
-        if each.grad is not None:
-            layout = (each.device_mesh, each.placements) if isinstance(each, DTensor) else ()
-            by_layout[each.shape, layout].append(each)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
+            by_layout[parameter.shape, layout].append(parameter)
     for (shape, layout), group in by_layout.items():
         count = layout[0].size() if layout and len(shape) == 2 else 1
         yield from (group[start : start + count] for start in range(0, len(group), count))

@@ -52,16 +52,16 @@ class NonfiniteGuard:
     def _message(self, watched: Sequence[tuple[list[str], Tensor]]) -> str:
         mine = [name for names, finite in watched if not finite for name in names]
         everything = [name for names, _ in watched for name in names]
-        found: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
-        dist.all_gather_object(found, (mine, everything))
-        in_loss = any(losses for losses, _ in found)
-        what = "the loss" if in_loss else "the gradient, with a finite loss,"
-        names = [losses if in_loss else every for losses, every in found]
+        rank_names: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
+        dist.all_gather_object(rank_names, (mine, everything))
+        in_loss = any(losses for losses, _ in rank_names)
+        subject = "the loss" if in_loss else "the gradient, with a finite loss,"
+        names = [losses if in_loss else every for losses, every in rank_names]
         listed = "; ".join(f"rank {rank}: {_listed(part)}" for rank, part in enumerate(names) if part)
         return (
             f"{self.in_a_row} optimiser steps in a row were skipped (optimizer.max_skipped_steps="
-            f"{self._max_in_a_row}). In the last, {what} was NaN or infinite for {listed}. Look at these, or "
-            "lower optimizer.learning_rate."
+            f"{self._max_in_a_row}). In the last, {subject} was NaN or infinite for {listed}. Look at "
+            "these, or lower optimizer.learning_rate."
         )
 
 

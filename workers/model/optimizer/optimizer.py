@@ -55,10 +55,10 @@ def make_optimizer(
         return _custom_optimizer(named, config)
     by_group: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
     ordered = sorted(named.items(), key=lambda item: item[1] in tower)  # the first group's rate is the metric
-    for name, each in ordered:
-        decays = config.weight_decay_on == "all" or not is_vector(name, each)
-        own_rate = each in tower and config.vision_learning_rate > 0
-        by_group[config.name == "muon" and each in matrices, decays, own_rate].append(each)
+    for name, weight in ordered:
+        decays = config.weight_decay_on == "all" or not is_vector(name, weight)
+        own_rate = weight in tower and config.vision_learning_rate > 0
+        by_group[config.name == "muon" and weight in matrices, decays, own_rate].append(weight)
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": config.weight_decay * decays}
         | ({"momentum": config.momentum} if is_muon else {})
@@ -83,26 +83,28 @@ def is_vector(name: str, parameter: Tensor) -> bool:
 
 
 def _custom_optimizer(named: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    what = f"optimizer.function={config.function!r}"
+    setting = f"optimizer.function={config.function!r}"
     make = load("optimizer.function", config.function)[1]
     try:
         optimizer = make(list(named.items()), config)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"{what} returned {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+            raise ConfigError(
+                f"{setting} returned {type(optimizer).__name__}. Return a torch.optim.Optimizer."
+            )
         states = optimizer_state(optimizer)
     except RAISED as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{what}, tried on parameters that are DTensors, raised {named_error(error)}."
+            f"{setting}, tried on parameters that are DTensors, raised {named_error(error)}."
         ) from None
     names = {parameter: name for name, parameter in named.items()}
     for parameter, state in states.items():
         for part, value in state.items():
-            alike = [(type(each), type(_shard(each))) for each in (value, parameter.data)]
+            alike = [(type(tensor), type(_shard(tensor))) for tensor in (value, parameter.data)]
             if not isinstance(value, Tensor) or (value.ndim > 0 and alike[0] != alike[1]):
                 raise ConfigError(
-                    f"{what}: its state {part!r} of {names[parameter]} is a {type(value).__name__}, which "
+                    f"{setting}: its state {part!r} of {names[parameter]} is a {type(value).__name__}, which "
                     "checkpoints cannot reshard. Keep a number as a 0-d tensor, and all else like the "
                     "parameter, a DTensor."
                 )
@@ -144,11 +146,11 @@ class OffloadedAdamW(torch.optim.AdamW):
         with torch.no_grad():
             for bucket in self._buckets:
                 for parameter, name, part in bucket.moments(bucket.host):
-                    whole = torch.empty_like(parameter, device="cpu", requires_grad=False)
-                    _shard(whole).set_(part)
+                    full_moment = torch.empty_like(parameter, device="cpu", requires_grad=False)
+                    _shard(full_moment).set_(part)
                     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     self.state[parameter].setdefault("step", step)
-                    self.state[parameter][name] = whole
+                    self.state[parameter][name] = full_moment
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -163,12 +165,12 @@ class OffloadedAdamW(torch.optim.AdamW):
             if following is not None:
                 arriving = self._fetch(following)
             self._arriving.wait(copied)
-            kept = {parameter: dict(self.state[parameter]) for parameter in bucket.parameters}
+            host_states = {parameter: dict(self.state[parameter]) for parameter in bucket.parameters}
             for parameter, name, part in bucket.moments(moments):
                 self.state[parameter][name] = _like(parameter, part)
             self.param_groups = [{**bucket.group, "params": bucket.parameters}]
             super().step()
-            self.state.update(kept)
+            self.state.update(host_states)
             leaving.append((moments, self._leaving.copy(moments, bucket.host)))
         self.param_groups = groups
         self._leaving.finish()
@@ -228,28 +230,31 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
             f"{config.warmup(last)}. Raise policy.optimizer.total_steps or lower "
             "policy.optimizer.warmup_steps."
         )
-    own = (
+    custom_schedule = (
         load("optimizer.schedule_function", config.schedule_function)[1]
         if config.schedule == "custom"
         else None
     )
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last, own))
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last, custom_schedule))
 
 
 def learning_rate_factor(
-    step: int, config: OptimizerConfig, total_steps: int, own: Callable[[int, int], float] | None = None
+    step: int,
+    config: OptimizerConfig,
+    total_steps: int,
+    custom_schedule: Callable[[int, int], float] | None = None,
 ) -> float:
     """Return the share of the peak learning rate at optimiser step `step`, counted from 0.
 
     Warm-up rises in equal steps, without a step at 0. Then, with progress x from 0 to 1 and the final ratio
     m: constant 1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2. wsd is 1, then linear in
-    the last `decay_ratio` of all steps (arXiv 2405.18392). own: a custom schedule.
+    the last `decay_ratio` of all steps (arXiv 2405.18392). custom_schedule: a custom schedule.
     """
     warmup = begin = config.warmup(total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    if own is not None:
-        return float(own(step, total_steps))
+    if custom_schedule is not None:
+        return float(custom_schedule(step, total_steps))
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "wsd":
@@ -269,17 +274,17 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if fresh:
-        before = [
+        old_settings = [
             {name: group[name] for name in ("lr", "weight_decay") if name in group}
             for group in optimizer.param_groups
         ]
         optimizer.zero_grad(set_to_none=True)
         for parameter in fresh:
             parameter.grad = torch.zeros_like(parameter)
-        for group, values in zip(optimizer.param_groups, before, strict=True):
+        for group, values in zip(optimizer.param_groups, old_settings, strict=True):
             group.update({name: 0 * value for name, value in values.items()})
         optimizer.step()
-        for group, values in zip(optimizer.param_groups, before, strict=True):
+        for group, values in zip(optimizer.param_groups, old_settings, strict=True):
             group.update(values)
         optimizer.zero_grad(set_to_none=True)
         for parameter in fresh:
@@ -297,39 +302,39 @@ def clear_state(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def changed_groups(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, given: StepSettings
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, settings: StepSettings
 ) -> Iterator[None]:
     """Inside, the parameter groups have the settings of one step. Raises ConfigError for one that they do not
     have.
     """
     groups = optimizer.param_groups
-    before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    old_settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     try:
         for group in groups:
-            group.update(_changed(group, config, given))
+            group.update(_changed(group, config, settings))
         yield
     finally:
-        for group, values in zip(groups, before, strict=True):
+        for group, values in zip(groups, old_settings, strict=True):
             group.update(values)
 
 
-def _changed(group: dict[str, Any], config: OptimizerConfig, given: StepSettings) -> dict[str, Any]:
+def _changed(group: dict[str, Any], config: OptimizerConfig, settings: StepSettings) -> dict[str, Any]:
     beta1, beta2 = group.get("betas", (None, None))
-    found: dict[str, Any] = {"lr": given.learning_rate, "eps": given.epsilon}
-    if given.beta1 is not None or given.beta2 is not None:
-        found["betas"] = (
-            beta1 if given.beta1 is None else given.beta1,
-            beta2 if given.beta2 is None else given.beta2,
+    changes: dict[str, Any] = {"lr": settings.learning_rate, "eps": settings.epsilon}
+    if settings.beta1 is not None or settings.beta2 is not None:
+        changes["betas"] = (
+            beta1 if settings.beta1 is None else settings.beta1,
+            beta2 if settings.beta2 is None else settings.beta2,
         )
-    if given.weight_decay is not None:
+    if settings.weight_decay is not None:
         decays = config.weight_decay_on == "all" or group["params"][0].ndim >= 2
-        found["weight_decay"] = given.weight_decay * decays
-    found = {name: value for name, value in found.items() if value is not None}
-    if missing := sorted(found.keys() - group.keys()):
+        changes["weight_decay"] = settings.weight_decay * decays
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if missing := sorted(changes.keys() - group.keys()):
         raise ConfigError(
             f"policy.optimizer.name={config.name}: it has no {missing[0]} to change. Leave it out."
         )
-    return found
+    return changes
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:

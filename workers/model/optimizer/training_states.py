@@ -47,7 +47,7 @@ class TrainingStates:
         self._parameters = parameters
         self._begin = begin
         self._limit = limit
-        self._initial = [each.detach().clone() for each in parameters] if limit > 1 else []
+        self._initial = [parameter.detach().clone() for parameter in parameters] if limit > 1 else []
         self.name, self.all = "", {"": self._begun()}
 
     @property
@@ -113,10 +113,10 @@ class TrainingStates:
         return state
 
     def _keep(self) -> None:
-        self.current.weights = [each.detach().clone() for each in self._parameters]
-        self.current.gradients = [each.grad for each in self._parameters]
-        for each in self._parameters:
-            each.grad = None
+        self.current.weights = [parameter.detach().clone() for parameter in self._parameters]
+        self.current.gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _take(self, state: TrainingState) -> None:
         self._copy(state.weights)

@@ -84,20 +84,22 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     features: of config.json or its `text_config`, or a loaded configuration as a mapping, which may name
     more.
     """
-    asked = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
-    asked += [f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY]
+    missing_features = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
+    missing_features += [
+        f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY
+    ]
     bidirectional = features.get("use_bidirectional_attention")
-    asked += ["use_bidirectional_attention"] * (
+    missing_features += ["use_bidirectional_attention"] * (
         bool(bidirectional) and bidirectional != "vision"
     )  # text stays causal
-    asked += [name for name in SELECTION if features.get(name)]
-    asked += ["keep_window_size"] * _selects_beyond_a_window(features)
-    asked += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
+    missing_features += [name for name in SELECTION if features.get(name)]
+    missing_features += ["keep_window_size"] * _selects_beyond_a_window(features)
+    missing_features += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
     if layout == "packed":
-        asked += [name for name in OF_ROWS if features.get(name)]
+        missing_features += [name for name in OF_ROWS if features.get(name)]
         has_convolution = any("conv" in name for name in features)
-        asked += sorted(_layer_kinds(features) & set(RECURRENT)) * (not has_convolution)
-    return asked
+        missing_features += sorted(_layer_kinds(features) & set(RECURRENT)) * (not has_convolution)
+    return missing_features
 
 
 def is_recurrent(features: Mapping[str, Any]) -> bool:

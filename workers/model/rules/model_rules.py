@@ -33,8 +33,8 @@ def check_model(
     """
     name = packed.name
     features = packed.required_features
-    whole = packed.model.config
-    text = whole.get_text_config().to_dict()
+    config = packed.model.config
+    text = config.get_text_config().to_dict()
     kernel = settings.attention
     layout = settings.attention_layout(shared=parallel.context_parallel * parallel.tensor_parallel > 1)
     check_kernel_features(kernel, layout, features, name)
@@ -46,10 +46,10 @@ def check_model(
     if head == "value":
         check_value_head(parallel, "value model")
     _check_pipeline_parallel(parallel, name, len(packed.layers))
-    check_tensor_parallel(parallel, settings, name, whole.get_text_config().model_type, text)
-    check_vision(parallel, settings, name, packed.vision, whole)
+    check_tensor_parallel(parallel, settings, name, config.get_text_config().model_type, text)
+    check_vision(parallel, settings, name, packed.vision, config)
     check_experts(parallel, settings, name, expert_count(text))
-    _check_router_losses(settings, name, whole.model_type)
+    _check_router_losses(settings, name, config.model_type)
     compiles(settings, parallel, cuda=cuda, images=packed.vision is not None)
 
 
@@ -57,14 +57,14 @@ def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared
     """Raise UnsupportedModelError for `uncomputed_features`. shared: whether ranks share
     sequences or layers.
     """
-    asked = uncomputed_features(features, layout)
-    if not asked:
+    missing_features = uncomputed_features(features, layout)
+    if not missing_features:
         return
     advice = "Take another model"
     if layout == "packed" and not uncomputed_features(features, "padded"):
         advice = "Set model.layout=padded" + " and policy.parallel to 1" * shared
     raise UnsupportedModelError(
-        f"{model} with {', '.join(asked)}, which model.layout={layout} does not compute. {advice}."
+        f"{model} with {', '.join(missing_features)}, which model.layout={layout} does not compute. {advice}."
     )
 
 

@@ -62,9 +62,9 @@ class _Mixer:
         parts = {name: self._split(value) for name, value in everything.items()}
         outputs = []
         for index in range(len(self.lengths)):
-            own = {name: part[index] for name, part in parts.items()}
-            positional = [own.pop(place) for place in range(len(arguments))]
-            outputs.append(self._forward(*positional, **own))
+            segment = {name: part[index] for name, part in parts.items()}
+            positional = [segment.pop(place) for place in range(len(arguments))]
+            outputs.append(self._forward(*positional, **segment))
         return _joined(outputs)
 
     def _split(self, value: Any) -> Any:

@@ -122,12 +122,12 @@ def limit_waits() -> None:
     torch gives any other group half an hour. A mesh takes no timeout for groups of two backends
     ("cpu:gloo,cuda:nccl").
     """
-    whole = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    if not isinstance(whole, dist.ProcessGroupGloo):  # a group that only stands for ranks has no waits
+    world = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    if not isinstance(world, dist.ProcessGroupGloo):  # a group that only stands for ranks has no waits
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.distributed_c10d._set_pg_timeout(whole.options._timeout, group)
+            dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
 
 
 def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.ProcessGroup]:
@@ -144,8 +144,8 @@ def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.
 def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, int]:
     """Return sizes of `DIMENSIONS` for `ranks` ranks. Raises ConfigError if they do not divide."""
     sharing = config.context_parallel * config.tensor_parallel * config.pipeline_parallel
-    dp, left = divmod(ranks, sharing)
-    if left:
+    dp, remainder = divmod(ranks, sharing)
+    if remainder:
         staged = " * parallel.pipeline_parallel" * (config.pipeline_parallel > 1)
         raise ConfigError(
             f"{ranks} ranks are not a multiple of parallel.context_parallel * "
@@ -191,13 +191,13 @@ def shard_model(
     reshard_after_forward: bool = True,
     experts: Mapping[nn.Module, DeviceMesh] | None = None,
     uncast: Sequence[nn.Module] = (),
-    whole: set[nn.Parameter] | None = None,
+    unsharded: set[nn.Parameter] | None = None,
 ) -> None:
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
     experts: modules that ranks share already, with their mesh. uncast: more layers, whose inputs keep their
     dtype.
-    whole: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when
+    unsharded: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when
     gathered. Gradients are reduced in the parameters' dtype, and summed.
     """
     mixed_precision = MixedPrecisionPolicy(
@@ -222,7 +222,7 @@ def shard_model(
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     # The root's parameters (embedding, norm, output layer) end the forward pass and begin the backward.
     of_root = {"mp_policy": mixed_precision, "offload_policy": offload, "reshard_after_forward": False}
-    fully_shard(root, mesh=mesh, ignored_params=whole, **of_root)
+    fully_shard(root, mesh=mesh, ignored_params=unsharded, **of_root)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -257,7 +257,7 @@ def prepare_backward(
     the model (HSDP) sum their shards only in the last pass. Without `reshard_after_forward` parameters stay
     gathered until then.
     """
-    for module in [cast(FSDPModule, root), *(each for layer in layers for each in fsdp_modules(layer))]:
+    for module in [cast(FSDPModule, root), *(module for layer in layers for module in fsdp_modules(layer))]:
         if config.defer_gradient_reduction:
             module.set_requires_gradient_sync(last, recurse=False)
         else:

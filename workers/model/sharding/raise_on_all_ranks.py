@@ -20,6 +20,6 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         problem = error
     problems: list[BallastError | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    for found in problems:
-        if found is not None:
-            raise found
+    for rank_problem in problems:
+        if rank_problem is not None:
+            raise rank_problem

@@ -56,11 +56,11 @@ class Passing:
 
 
 class StageLayers(nn.ModuleList):
-    def __init__(self, layers: nn.ModuleList, kept: set[int]) -> None:
+    def __init__(self, layers: nn.ModuleList, indices: set[int]) -> None:
         super().__init__()
         self.passing: Passing | None = None
         self._whole = list(layers)
-        for index in sorted(kept):
+        for index in sorted(indices):
             self.add_module(str(index), layers[index])
 
     def __len__(self) -> int:

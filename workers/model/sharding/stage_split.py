@@ -55,7 +55,7 @@ def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]
             ]
             for stop in range(part + 1, layers + 1)
         }
-        best = {stop: min(found) for stop, found in choices.items() if found}
+        best = {stop: min(options) for stop, options in choices.items() if options}
         worst = {stop: cost for stop, (cost, _) in best.items()}
         begins.append({stop: start for stop, (_, start) in best.items()})
     cuts = [layers]

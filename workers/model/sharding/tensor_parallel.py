@@ -66,8 +66,10 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         },
     )
     for layer in decoder.layers:
-        whole = {f"{name}." for name, module in layer.named_modules() if module in blocks}
-        present = {name for name, _ in layer.named_modules() if not f"{name}.".startswith(tuple(whole))}
+        block_prefixes = {f"{name}." for name, module in layer.named_modules() if module in blocks}
+        present = {
+            name for name, _ in layer.named_modules() if not f"{name}.".startswith(tuple(block_prefixes))
+        }
         _parallelize(layer, mesh, {name: style for name, style in _layer_plan().items() if name in present})
     if tied:
         head.weight = decoder.embed_tokens.weight

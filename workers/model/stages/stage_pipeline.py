@@ -71,12 +71,16 @@ class Form:
         children = {f"{prefix}.{name}": child for name, child in decoder.named_children()}
         layers = next(name for name, child in children.items() if isinstance(child, nn.ModuleList))
         names = list(children)
-        after = [name for name in names[names.index(layers) + 1 :] if list(children[name].parameters())]
+        tail_modules = [
+            name for name in names[names.index(layers) + 1 :] if list(children[name].parameters())
+        ]
         tower = tuple(packed.vision.parts) if packed.vision else ()
-        form = cls(tower, paths[id(model.get_input_embeddings())], layers, tuple(after), paths[id(head)])
-        known = tuple(f"{name}." for name in (*tower, form.embedding, form.layers, *form.after, form.head))
+        form = cls(
+            tower, paths[id(model.get_input_embeddings())], layers, tuple(tail_modules), paths[id(head)]
+        )
+        prefixes = tuple(f"{name}." for name in (*tower, form.embedding, form.layers, *form.after, form.head))
         for name, _ in model.named_parameters():
-            if not name.startswith(known):
+            if not name.startswith(prefixes):
                 raise UnsupportedModelError(
                     f"{packed.name} has {name} outside embedding, layers, norm and output layer: it cannot "
                     "be split into stages. Set policy.parallel.pipeline_parallel=1."
@@ -128,7 +132,7 @@ class Stage:
         layer = self._form.layer_of(name)
         if layer is not None:
             return self._stage_of_layer[layer]
-        at_end = tuple(f"{after}." for after in (*self._form.after, self._form.head))
+        at_end = tuple(f"{path}." for path in (*self._form.after, self._form.head))
         return self.stages - 1 if name.startswith(at_end) else 0
 
     def whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -140,8 +144,8 @@ class Stage:
         if form is None:
             return
         layers: Any = packed.model.get_submodule(form.layers)
-        kept = {index for part in self.parts for index in part.layers}
-        packed.model.set_submodule(form.layers, StageLayers(layers, kept))
+        indices = {index for part in self.parts for index in part.layers}
+        packed.model.set_submodule(form.layers, StageLayers(layers, indices))
         dropped = [*form.tower, form.embedding] * (not self.is_first) + [*form.after, form.head] * (
             not self.is_last
         )
@@ -216,14 +220,14 @@ def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
     part = mine.to_local() if isinstance(mine, DTensor) else mine
     if not part.numel():
         return
-    other = torch.empty_like(part)
+    peer_part = torch.empty_like(part)
     peer = stage.rank_of(stage.stages - 1 if stage.is_first else 0)
     group = stage.parallel.pipeline.get_group()
     sent = dist.P2POp(dist.isend, part.contiguous(), peer, group)
-    received = dist.P2POp(dist.irecv, other, peer, group)
+    received = dist.P2POp(dist.irecv, peer_part, peer, group)
     for work in dist.batch_isend_irecv([sent, received]):
         work.wait()
-    part.add_(other)  # a + b is b + a to the last bit: both copies take the same step
+    part.add_(peer_part)  # a + b is b + a to the last bit: both copies take the same step
 
 
 class Exchange:
@@ -274,8 +278,8 @@ class Exchange:
         dist.all_reduce(greeting, group=self._groups["forward", False])
         for kind, wraps in self._groups:
             for steps, transfer in ((-1, dist.irecv), (1, dist.isend)):
-                there = self._index + (steps if kind == "forward" else -steps)
-                if wraps != (0 <= there < self._stages):
+                target = self._index + (steps if kind == "forward" else -steps)
+                if wraps != (0 <= target < self._stages):
                     group, place = self._way(kind, steps)
                     names = {"group_dst": place} if steps > 0 else {"group_src": place}
                     work = transfer(greeting, group=group, **names)
@@ -283,16 +287,16 @@ class Exchange:
                     work.wait()
 
     def _way(self, kind: Kind, steps: int) -> tuple[dist.ProcessGroup, int]:
-        there = self._index + (steps if kind == "forward" else -steps)
-        return self._groups[kind, not 0 <= there < self._stages], there % self._stages
+        target = self._index + (steps if kind == "forward" else -steps)
+        return self._groups[kind, not 0 <= target < self._stages], target % self._stages
 
 
 def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:
     columns = parallel.mesh.mesh.flatten(1).T.tolist()  # of every place, its rank in each stage
-    found = None
+    own_group = None
     for ranks in columns:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            found = group
-    assert found is not None
-    return found
+            own_group = group
+    assert own_group is not None
+    return own_group

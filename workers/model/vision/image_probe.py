@@ -47,10 +47,10 @@ def add_images(
         raise UnsupportedModelError(
             f"{name}: its processor raises {type(error).__name__}: {clause(error)}"
         ) from error
-    if not torch.equal(both["input_ids"], torch.cat([each["input_ids"] for each in alone], dim=1)):
+    if not torch.equal(both["input_ids"], torch.cat([output["input_ids"] for output in alone], dim=1)):
         raise UnsupportedModelError(f"{name}: its processor expands an image otherwise beside another")
     images = [Image(digest_of(picture), *picture.size, png_of(picture)) for picture in pictures]
-    counts = [each["input_ids"].shape[1] for each in alone]
+    counts = [output["input_ids"].shape[1] for output in alone]
     columns = [name for name in ("input_ids", *TYPES) if name in alone[0]]
     start = prefix or 1
     rows = []
@@ -62,8 +62,10 @@ def add_images(
         rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0})
         first = [place + sum(counts[:index]) for index, place in enumerate(places)]
         placed.append(tuple(map(PlacedImage, images, first, counts)))
-        made = ({}, alone[0], both)[len(places)]
-        pixels = {key: value for key, value in made.items() if key not in (*columns, "attention_mask")}
+        image_inputs = ({}, alone[0], both)[len(places)]
+        pixels = {
+            key: value for key, value in image_inputs.items() if key not in (*columns, "attention_mask")
+        }
         inputs.append(pixels | {column: types[None] for column, types in spliced.items()})
     sequences = DataProto.from_list(rows)
     sequences.objects["images"] = object_column(placed)

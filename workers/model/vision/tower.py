@@ -70,21 +70,24 @@ class Vision:
             for name, _ in model.get_submodule(level).named_children()
         ]
         self.parts = [name for child in children if (name := child.removeprefix(".")) not in (*around, head)]
-        kept = (f"{around[-1]}.", f"{head}.")
-        self.names = frozenset(name for name, _ in model.named_parameters() if not name.startswith(kept))
+        prefixes = (f"{around[-1]}.", f"{head}.")
+        self.names = frozenset(name for name, _ in model.named_parameters() if not name.startswith(prefixes))
         self._processed = lru_cache(KEPT_IMAGES)(self._process)
 
     @property
     def parameters(self) -> set[nn.Parameter]:
         """Return the tower's parameters that this rank has."""
-        return {each for name, each in self.model.named_parameters() if name in self.names}
+        return {parameter for name, parameter in self.model.named_parameters() if name in self.names}
 
     @property
     def blocks(self) -> list[nn.Module]:
         """Return the layers of the tower."""
         parts = [self.model.get_submodule(name) for name in self.parts]
         return [
-            each for part in parts for each in part.modules() if isinstance(each, GradientCheckpointingLayer)
+            module
+            for part in parts
+            for module in part.modules()
+            if isinstance(module, GradientCheckpointingLayer)
         ]
 
     # --- rows, on the CPU
@@ -102,14 +105,14 @@ class Vision:
         for index, images in enumerate(sequences.objects.get("images", ())):
             start, stop = sequences.offsets[index : index + 2]
             ids = sequences.tokens["input_ids"][start:stop].cpu()
-            own = rows.cells[start:stop]
+            row_cells = rows.cells[start:stop]
             if images and self._has_grids:
-                positions.flatten(1)[:, own] = self.positions(ids, images)
-            for each in images:
-                places = self._placeholders(ids, each)
-                first = firsts.setdefault(each.image, count)
+                positions.flatten(1)[:, row_cells] = self.positions(ids, images)
+            for placed_image in images:
+                places = self._placeholders(ids, placed_image)
+                first = firsts.setdefault(placed_image.image, count)
                 count += len(places) if first == count else 0
-                cells.append(own[places])
+                cells.append(row_cells[places])
                 source.append(first + torch.arange(len(places)))
         if not firsts and not self.trains:
             return replace(rows, position_ids=positions)
@@ -126,11 +129,11 @@ class Vision:
     def positions(self, ids: Tensor, images: Sequence[PlacedImage]) -> Tensor:
         """Return M-RoPE's positions of a sequence's tokens, int64 [3, n]."""
         types = torch.zeros(1, len(ids), dtype=torch.int64)
-        for each in images:
-            types[0, self._placeholders(ids, each)] = 1
-        grids = torch.cat([self._processed(each.image)["image_grid_thw"] for each in images])
-        found = self._family.get_rope_index(ids[None], types, image_grid_thw=grids)[0]
-        return torch.as_tensor(found[:, 0])
+        for placed_image in images:
+            types[0, self._placeholders(ids, placed_image)] = 1
+        grids = torch.cat([self._processed(placed_image.image)["image_grid_thw"] for placed_image in images])
+        positions = self._family.get_rope_index(ids[None], types, image_grid_thw=grids)[0]
+        return torch.as_tensor(positions[:, 0])
 
     def inputs(self, images: Sequence[Image]) -> Inputs:
         """Return the processor's tensors for these images, on the CPU. Raises what the check at
@@ -139,7 +142,7 @@ class Vision:
         if self.refusal is not None:
             raise self.refusal
         every = [self._processed(image) for image in images]
-        return {name: _joined(name, [each[name] for each in every]) for name in every[0]}
+        return {name: _joined(name, [tensors[name] for tensors in every]) for name in every[0]}
 
     def _placeholders(self, ids: Tensor, placed: PlacedImage) -> Tensor:
         span = ids[placed.first : placed.first + placed.tokens]
@@ -165,13 +168,13 @@ class Vision:
         return self._tensors(read_image(image.data, "an image"))
 
     def _tensors(self, picture: Any) -> Inputs:
-        made = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
-        found = {name: value for name, value in made.items() if name not in OF_TEXT}
+        features = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
+        tensors = {name: value for name, value in features.items() if name not in OF_TEXT}
         if (
-            "image_sizes" in found and found["pixel_values"].ndim == 5
+            "image_sizes" in tensors and tensors["pixel_values"].ndim == 5
         ):  # LLaVA-NeXT: images have unequally many parts
-            found["pixel_values"] = found["pixel_values"].flatten(0, 1)
-        return found
+            tensors["pixel_values"] = tensors["pixel_values"].flatten(0, 1)
+        return tensors
 
     @cached_property
     def _blank(self) -> Inputs:
@@ -188,9 +191,9 @@ class Vision:
             name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()
         }
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
-            found: Any = self.model.get_image_features(**arguments, return_dict=True)
+            output: Any = self.model.get_image_features(**arguments, return_dict=True)
         return Features(
-            _flat(found.pooler_output), tuple(map(_flat, getattr(found, "deepstack_features", None) or ()))
+            _flat(output.pooler_output), tuple(map(_flat, getattr(output, "deepstack_features", None) or ()))
         )
 
     def embedded(self, rows: ModelInput) -> dict[str, Any]:
@@ -200,28 +203,28 @@ class Vision:
         assert rows.images is not None and rows.image_cells is not None and rows.image_source is not None
         embedding: Any = self.model.get_input_embeddings()
         embeds = embedding(rows.input_ids)  # under tensor parallelism this rank's part of the cells
-        found = self.features(rows.images, embeds.dtype)
+        features = self.features(rows.images, embeds.dtype)
         cells = rows.image_cells
         source = rows.image_source
-        layers = [found.embeds, *found.deepstack]
-        if rows.image_features not in (0, len(found.embeds)):
+        layers = [features.embeds, *features.deepstack]
+        if rows.image_features not in (0, len(features.embeds)):
             raise DataError(
-                f"images with {len(found.embeds)} features have {rows.image_features} placeholders in ids"
+                f"images with {len(features.embeds)} features have {rows.image_features} placeholders in ids"
             )
         if isinstance(embedding.weight, DTensor):
             mesh = embedding.weight.device_mesh
             width = embeds.shape[1]
             # Each rank returns the gradient of its own cells: their sum is the tower's.
-            layers = [DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in layers]
-            layers = [each.to_local(grad_placements=[Partial()]) for each in layers]
+            layers = [DTensor.from_local(layer, mesh, [Replicate()], run_check=False) for layer in layers]
+            layers = [layer.to_local(grad_placements=[Partial()]) for layer in layers]
             first = mesh.get_local_rank() * width
             mine = (cells >= first) & (cells < first + width)
             cells = cells[mine] - first
             source = source[mine]
-        values = [each[source].to(embeds.dtype) for each in layers]
+        values = [layer[source].to(embeds.dtype) for layer in layers]
         flat = embeds.flatten(0, 1).index_copy(0, cells, values[0])
         arguments: dict[str, Any] = {"inputs_embeds": flat.view_as(embeds)}
-        if found.deepstack:
+        if features.deepstack:
             seen = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
             seen.view(-1)[cells] = True
             arguments |= {"visual_pos_masks": seen, "deepstack_visual_embeds": values[1:]}
@@ -229,15 +232,15 @@ class Vision:
 
 
 def _flat(parts: Any) -> Tensor:
-    whole = torch.cat(list(parts)) if isinstance(parts, list | tuple) else parts
-    return whole.flatten(0, -2)
+    tensor = torch.cat(list(parts)) if isinstance(parts, list | tuple) else parts
+    return tensor.flatten(0, -2)
 
 
 def _joined(name: str, values: Sequence[Tensor]) -> Tensor:
     """Join tensors of images. Pixels [..., height, width] are padded to the largest, as processors do."""
     if values[0].ndim < 4:
         return torch.cat(list(values))
-    height, width = (max(each.shape[side] for each in values) for side in (-2, -1))
-    padded = [F.pad(each, (0, width - each.shape[-1], 0, height - each.shape[-2])) for each in values]
+    height, width = (max(tensor.shape[side] for tensor in values) for side in (-2, -1))
+    padded = [F.pad(tensor, (0, width - tensor.shape[-1], 0, height - tensor.shape[-2])) for tensor in values]
     images = 1 if "mask" in name or padded[0].ndim == 5 else 0
     return torch.cat(padded, images)
