@@ -322,7 +322,7 @@ class Console:
 
     def _start(self) -> None:
         if not self._console.is_interactive:
-            rhythm = {"after": HEARTBEAT_SECONDS, "every": HEARTBEAT_SECONDS}
+            rhythm = {"delay": HEARTBEAT_SECONDS, "every": HEARTBEAT_SECONDS}
             self._heartbeat.enter_context(log_if_slow(self.log, self._status.line, **rhythm))
             return
         self._live = Live(
