@@ -39,6 +39,11 @@ PLACEHOLDERS = {
     "reward.function": "reward.py:reward",
 }
 
+PLAYERS = ("rollout.tools", "rollout.environment", "rollout.agent", "rollout.agent_command")
+"""Settings of who plays a sample's turns."""
+OF_PLAYERS = ("rollout.max_turns", "rollout.max_episode_tokens", "rollout.max_tool_characters")
+"""Settings that have no effect without one of them."""
+
 MARKS = {
     "verl": ("actor_rollout_ref.",),
     "ROLL": ("actor_train.", "actor_infer."),
@@ -327,5 +332,16 @@ def _settle(migration: Migration) -> None:
             value = chosen.pop(key)
             if not migration.defaults.pop(key, ""):
                 idle = "has no effect" in text
-                reason = "no effect in this combination" if idle else f"left out. {text}"
-                (migration.without if idle else migration.open).append(f"{key}={text_of(value)}: {reason}")
+                player = _player_to_decide(migration) if key in OF_PLAYERS else ""
+                if idle and player:
+                    reason = f"add it with {player}, without which it has no effect"
+                else:
+                    reason = "no effect in this combination" if idle else f"left out. {text}"
+                lines = migration.without if idle and not player else migration.open
+                lines.append(f"{key}={text_of(value)}: {reason}")
+
+
+def _player_to_decide(migration: Migration) -> str:
+    """Return the setting of tools, environment or agent that the user is asked to fill in, or empty."""
+    settings = (line.partition(":")[0] for line in migration.open)
+    return next((setting for setting in settings if setting in PLAYERS), "")

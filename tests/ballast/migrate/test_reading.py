@@ -196,3 +196,22 @@ def test_a_script_that_trains_when_it_is_imported_is_named(
     )  # the function is the user's
     assert not any("peft_config" in line for line in migration.without)
     assert migration.settings["model.lora.rank"] == 16
+
+
+TOOLS = """
+def add(a: int, b: int) -> int: ...
+if __name__ == '__main__':
+    args = GRPOConfig(max_completion_length=64, max_tool_calling_iterations=4)
+    GRPOTrainer(model='m', reward_funcs='r', args=args{tools}).train()
+"""
+
+
+@pytest.mark.parametrize(("tools", "is_open"), [(", tools=[add]", True), ("", False)])
+def test_limits_of_tools_stay_with_the_tools_that_the_user_is_asked_for(
+    tools: str, is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TOOLS.format(tools=tools))
+    migration = migrate(read_recipe(["train.py"]))
+    lines = [line for line in (*migration.open, *migration.without) if line.startswith("rollout.max_turns=5")]
+    assert [("rollout.tools" in line, line in migration.open) for line in lines] == [(is_open, is_open)]
