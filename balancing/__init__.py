@@ -1,18 +1,20 @@
 """Plan which rank computes which sequence, when, and within which caps. Needs NumPy. Numba makes it fast.
 
-lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
-                                                        +-----> plan_statistics, explain     (analysis/)
+    lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
+                                                            +-----> plan_statistics, explain     (analysis/)
 
-plan             global batches: mini-batches, micro-steps, ranks schedule         one mini-batch:
-Karmarkar-Karp (assignment), long steps first, lower_bounds prefix_packing   one mini-batch with shared
-prefixes (prefixes), each computed once per micro-batch packing          sequences into micro-batches under
-caps: filling, exchange, padded partition        k sets of equal weight cost_model       costs of sequences,
-counted from a model config or fitted to measurements model_counts     weights of a model's layers, read under
-its family's names (model_fields) context_degrees  by micro-step: how many ranks share a sequence alignment
-padding and chunks for context parallelism pipeline         order of passes on each stage (pipeline_plan,
-pipeline_time, micro_step_targets: least makespan) time_model       seconds of a step on a described cluster
-baselines        algorithms of other systems analysis         statistics, explanations, comparisons, charts,
-`python -m balancing`
+    plan             global batches: mini-batches, micro-steps, ranks (mini_batch: the rows of one rank)
+    search/          one mini-batch: Karmarkar-Karp (partition), long steps first, micro-batches under caps
+    prefixes/        one mini-batch whose sequences share prefixes, each computed once per micro-batch
+    pipelines/       order of passes on each pipeline stage, with the least makespan
+    basics/          arguments, caps, groups, alignment, images, and loops that Numba compiles
+    cost_model       costs of sequences, counted from a model config or fitted to measurements
+    model_counts     weights of a model's layers, read under its family's names (model_fields)
+    context_degrees  by micro-step: how many ranks share a sequence
+    time_model/      seconds of a step on a described cluster
+    analysis/        statistics, explanations, comparisons, charts, `python -m balancing`
+
+Read `plan` first. Planning imports neither `analysis` nor `time_model`.
 """
 
 from balancing.analysis.explain import explain

@@ -1,7 +1,7 @@
 """Launch a run's worker groups, engines and reward workers, which start and end together.
 
-layout -> reserve pools -> engines | policy, reference, critic, reward model | rewards -> WorkerGroups -> end
-all
+layout -> reserve pools -> engines | policy, reference, critic, reward model | rewards
+       -> WorkerGroups -> end all
 """
 
 import math

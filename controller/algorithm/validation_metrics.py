@@ -175,8 +175,9 @@ def _is_binary(values: PromptValues) -> bool:
 
 
 def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
-    """Return the score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n),
-    that is
+    """Return the score interval of a share (Wilson 1927): all p with
+
+    |p_hat - p| <= z sqrt(p (1 - p) / n), that is
 
     (p_hat + z^2 / 2n -+ z sqrt(p_hat (1 - p_hat) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """

@@ -1,8 +1,9 @@
 """Conditions that sections name in `only_with`. Settings without effect are refused.
 
-"model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a, KEY left
-empty ".schedule=linear or cosine"    a setting of the same section "GPUs"                          a name in
-the schema's `conditions`, with its words and whether it holds
+"model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a,
+                                KEY left empty
+".schedule=linear or cosine"    a setting of the same section
+"GPUs"                          a name in the schema's `conditions`, with its words and whether it holds
 """
 
 import re

@@ -1,8 +1,8 @@
 """Write and read a run's files, by RunWriter and RunFolder.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl
-validation/step-N.jsonl
-             failures.jsonl  images/DIGEST.png  samples/step-N.npz (see `controller.rollout.sample_files`)
+             validation/step-N.jsonl  failures.jsonl  images/DIGEST.png
+             samples/step-N.npz (see `controller.rollout.sample_files`)
 """
 
 import json

@@ -1,8 +1,7 @@
 """Report slow work: its name and progress.
 
-with log_if_slow(log, "loading x"): ...         "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
-for item in count_if_slow(items, "x", log)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last
-line
+with log_if_slow(log, "loading x"): ...      "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
+for item in count_if_slow(items, "x", log)   "x: 12,000 of 90,000 after 2 s", then every 10 s, and at the end
 
 `log` may be called in another thread.
 """

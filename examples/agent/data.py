@@ -1,8 +1,7 @@
 """Prices in a database, and questions about them, as chat messages.
 
-user 73 in shop 95?    > <think>...</think> query(sql="SELECT price ...")    tool 168    > <think>...</think>
-168 user 73 in shop 95?    > <think>...</think> 171
-guessed
+user 73 in shop 95?  > <think>...</think> query(sql="SELECT price ...")  tool 168  > <think>...</think> 168
+user 73 in shop 95?  > <think>...</think> 171                                                       guessed
 """
 
 import random

@@ -2,9 +2,8 @@
 
 {"question", "answer": "... #### 42"}   ->   {"prompt": [system, user], "answer": "42"}
 
-python -m examples.gsm8k.data --source train.jsonl --output data/train.jsonl    from a file in the published
-format python -m examples.gsm8k.data --split train --output data/train.jsonl           from the hub, needs
-`datasets`
+python -m examples.gsm8k.data --source train.jsonl --output data/train.jsonl    from a file as published
+python -m examples.gsm8k.data --split train --output data/train.jsonl           from the hub, needs `datasets`
 """
 
 import argparse

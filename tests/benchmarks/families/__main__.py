@@ -1,9 +1,7 @@
-"""Every causal-LM family of the installed transformers, tiny and random, through the training engine and to
-vLLM.
+"""Every causal-LM family of the installed transformers, tiny and random, in the training engine and vLLM.
 
-python -m tests.benchmarks.families [--only qwen2 mamba ...] [--output docs/models.md]         minutes on two
-cores python -m tests.benchmarks.families --images [--output docs/models.md]     families that see images, the
-page's end
+python -m tests.benchmarks.families [--only qwen2 mamba ...] [--output docs/models.md]   takes minutes
+python -m tests.benchmarks.families --images [--output docs/models.md]                   families with images
 """
 
 import argparse

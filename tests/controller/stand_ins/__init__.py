@@ -1,7 +1,6 @@
-"""What a run has at its edges, replaced: Ray by calls in this process, GPUs by a ledger, models by the calls
-they get.
+"""Replace what a run has at its edges: Ray by calls in this process, GPUs by a ledger, models by stand-ins.
 
-controller, WorkerGroup, PolicyWorker, VllmEngineActor, ...     the real ones Ray
-local_ray: every call is made at once vLLM, the training engine, the sender of weights              gpus: they
-compute nothing, and own memory in a ledger
+controller, WorkerGroup, PolicyWorker, VllmEngineActor, ...   the real ones
+Ray                                                           local_ray: every call is made at once
+vLLM, the training engine, the sender of weights              gpus: no computation, memory in a ledger
 """

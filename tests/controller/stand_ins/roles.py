@@ -1,7 +1,7 @@
 """The roles of a run without actors: each answers at once and writes down what it was asked for.
 
-Run, step, RolloutBuffer, Planner, checkpoints, RunRecord   the real ones policy, reference, critic, reward
-model, engines        these; tokens are references to nothing, which nobody reads
+Run, step, RolloutBuffer, Planner, checkpoints, RunRecord   the real ones
+policy, reference, critic, reward model, engines            these; tokens are references that nobody reads
 """
 
 import io

@@ -1,8 +1,6 @@
-"""What a transfer between GPUs needs of the machine, replaced: communicator, streams, memory handles, Ray's
-calls.
+"""Replace what a transfer between GPUs needs: communicator, streams, memory handles, Ray's calls.
 
-policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles] -> our engine in a real vLLM
-on CPU
+policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles] -> our engine in vLLM on CPU
                      |--- EngineClient --- [call_replicas] --- VllmEngineActor.begin, receive, finish ---|
 """
 

@@ -53,11 +53,10 @@ def kl_of_loss(log_ratio: Tensor, importance: Tensor, estimator: str, correction
         importance          KL_t = r_t k(x_t)                            DeepSeek-V3.2 (2025), section 3.1, and TRL
 
     On the policy's own samples k1's gradient has mean zero, and k3's is the gradient of KL(pi_ref || pi)
-    (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). k2's gradient, x_t
-    grad(x_t), is
-    right: `straight_through` uses it and keeps the value of the estimate. `importance` also holds for samples
-    of an older policy. All are gradients of a token's KL given the tokens before it. A KL in the reward also
-    counts a token's effect on later tokens.
+    (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). k2's gradient,
+    x_t grad(x_t), is right: `straight_through` uses it and keeps the value of the estimate. `importance`
+    also holds for samples of an older policy. All are gradients of a token's KL given the tokens before it.
+    A KL in the reward also counts a token's effect on later tokens.
 
     log_ratio: x_t = log pi_ref - log pi, [N]. importance: r_t = pi / pi_old, [N], with gradient. Raises
     ConfigError for an unknown name.

@@ -58,12 +58,12 @@ FORMS: dict[str, Callable[[Predictions, SumLossConfig], Tensor]] = {
 def make_sum_loss(config: SumLossConfig) -> LossFunction:
     """Return sum_t L_t over tokens with `loss_mask`. Raises ConfigError for an unknown name.
 
-    cross_entropy          L_t = -w_t log pi(y_t)                              w: `weights`, of any sign
-    importance_sampling    L_t = -r_t A_t ppo                    L_t = -min(r_t A_t, clip(r_t) A_t)
-    clip: to [ratio_low, ratio_high] cispo                  L_t = -sg(clip(r_t)) A_t log pi(y_t)
-    sg: no gradient dro                    L_t = -A_t log pi(y_t) + beta / 2 (log r_t)^2       Richemond et
-    al. 2024 gspo                   as ppo, with the geometric mean of the sequence's ratios (see
-    `ratio_losses.gspo`)
+    cross_entropy          L_t = -w_t log pi(y_t)                         w: `weights`, of any sign
+    importance_sampling    L_t = -r_t A_t
+    ppo                    L_t = -min(r_t A_t, clip(r_t) A_t)             clip: to [ratio_low, ratio_high]
+    cispo                  L_t = -sg(clip(r_t)) A_t log pi(y_t)           sg: no gradient
+    dro                    L_t = -A_t log pi(y_t) + beta / 2 (log r_t)^2  Richemond et al. 2024
+    gspo                   as ppo, with the geometric mean of the sequence's ratios (`ratio_losses.gspo`)
     """
     if config.name not in FORMS:
         raise ConfigError(f"loss={config.name}: unknown. Choose one of {', '.join(SUM_LOSS_NAMES)}.")

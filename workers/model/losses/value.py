@@ -85,8 +85,9 @@ def make_score_loss(name: str) -> ValueLossFunction:
 def score_errors(name: str, predictions: ValuePredictions) -> tuple[Tensor, Statistics]:
     """Return the loss of each score [N], and statistics, against the column `label` y.
 
-    regression   (s - y)^2 process      -y log sigmoid(s) - (1 - y) log sigmoid(-s)          Lightman et al.
-    2023, y the chance of a right step
+    regression   (s - y)^2
+    process      -y log sigmoid(s) - (1 - y) log sigmoid(-s)          Lightman et al. 2023
+                 y: the chance of a right step
     """
     scores = predictions.values
     labels = predictions["label"].to(scores.dtype)
