@@ -1,6 +1,6 @@
 """Configurations of other systems, translated by the table `controller/config/counterparts.yaml`.
 
-FILE or COMMAND --reading--> their keys and values --translation, derived--> settings, and what differs
+FILE or COMMAND --reading--> their keys and values --translation, systems--> settings, and what differs
 
 Nothing is run or imported: a script is read, a Python file is parsed.
 """

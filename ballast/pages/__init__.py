@@ -1,0 +1,1 @@
+"""Commands that show a recorded run or a chat template: show, report, timeline, template."""

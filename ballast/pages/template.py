@@ -21,8 +21,9 @@ TIMEOUT_S = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the page. Return 0, 1 if the template refuses a message, or 2 with one line if there
-    is no page.
+    """Print the page.
+
+    Return 0, 1 if the template refuses a message, or 2 with one line if the page cannot be made.
     """
     parser = argparse.ArgumentParser(
         prog="ballast template", description="What a chat template does to turns."

@@ -1,0 +1,1 @@
+"""Commands that sample without training: `evaluate` and `generate`. See docs/evaluate.md."""

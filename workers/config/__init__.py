@@ -1,0 +1,1 @@
+"""Settings of roles, engines, models, losses and optimisers: dataclasses that import nothing heavy."""

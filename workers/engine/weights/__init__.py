@@ -1,0 +1,1 @@
+"""New weights from the training engine to vLLM: whole or as changes, by shared memory or between GPUs."""

@@ -1,0 +1,1 @@
+"""Optimisers, their schedules and states, and the guard that skips steps that are not finite."""
