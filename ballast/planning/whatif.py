@@ -160,7 +160,6 @@ class RecordedRun:
         return frozenset(place for place, number in enumerate(self._numbers) if number not in self._rows)
 
     # --- times
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     def _engine_cores(self) -> float:

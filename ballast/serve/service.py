@@ -95,7 +95,6 @@ class Service:
         }
 
     # --- start
-    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Make the calls again that no checkpoint holds. Call in the event loop."""
@@ -188,7 +187,6 @@ class Service:
             self._policies[name].published = values["weights"]
 
     # --- calls in order
-    # -----------------------------------------------------------------------------------------------
 
     async def submit(self, kind: str, body: bytes) -> dict[str, str]:
         """Accept a call once, after the call before it. Returns its future's name. Raises RefusedError."""
@@ -291,7 +289,6 @@ class Service:
         return answer
 
     # --- kinds of calls: read and refuse at once, begin when it is in the log
-    # -----------------------------------------
 
     def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, _Policy]:
         """Return the name of a new model, and its policy. Raises RefusedError while clients train all of
@@ -467,7 +464,6 @@ class Service:
         return sent
 
     # --- samples
-    # ------------------------------------------------------------------------------------------------------
 
     def create_sampler(self, request: dict[str, Any]) -> str:
         """Return the name of a sampler of the base model or of a model's newest weights. Raises
@@ -560,7 +556,6 @@ class Service:
             self._samples.pop(next(iter(self._samples)))
 
     # --- sessions
-    # -----------------------------------------------------------------------------------------------------
 
     def create_session(self) -> str:
         name = uuid.uuid4().hex

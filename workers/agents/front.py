@@ -137,7 +137,6 @@ class SessionFront:
         await self._runner.cleanup()
 
     # --- for rollout actors and the driver
-    # ----------------------------------------------------------------------------
 
     async def offer(self, name: str, task: Any, record: SessionRecord) -> Taken:
         """Wait until an agent takes the session. record: what a checkpoint or an engine's snapshot has of it.
@@ -202,7 +201,6 @@ class SessionFront:
                     await held.client.close()
 
     # --- for agents
-    # ---------------------------------------------------------------------------------------------------
 
     def key_of(self, name: str) -> str:
         return hmac.new(self._key.encode(), name.encode(), hashlib.sha256).hexdigest()

@@ -235,7 +235,6 @@ class Gateway:
                 task.cancel()
 
     # --- requests
-    # -----------------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")

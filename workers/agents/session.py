@@ -149,7 +149,6 @@ class Session(SampledTurns):
         return self.whole(node).ids
 
     # --- requests
-    # -----------------------------------------------------------------------------------------------------
 
     def find(self, messages: Messages, tools: Any = None) -> Asked:
         """Find the longest recorded path that a chat extends. tools: with all else that changes its
@@ -318,7 +317,6 @@ class Session(SampledTurns):
                 self._extended.add(ancestor.parent)
 
     # --- the tree
-    # -----------------------------------------------------------------------------------------------------
 
     @property
     def kept(self) -> list[Node]:
@@ -357,7 +355,6 @@ class Session(SampledTurns):
         return [message for node in path for message in (*node.messages, *([node.said] if node.said else []))]
 
     # --- rewards
-    # ------------------------------------------------------------------------------------------------------
 
     def reward(self, value: Any, response_id: str = "") -> None:
         """Set the session's reward, or that of the leaves below a response. Raises DataError for wrong
@@ -410,7 +407,6 @@ class Session(SampledTurns):
         return below
 
     # --- records
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def known(self) -> int:

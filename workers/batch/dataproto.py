@@ -56,7 +56,6 @@ class DataProto:
         _check_sizes({**self.columns, **self.objects}, len(self.lengths), "sequences")
 
     # --- construction
-    # -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_list(
@@ -162,7 +161,6 @@ class DataProto:
         )
 
     # --- sizes
-    # --------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -193,7 +191,6 @@ class DataProto:
         return int(self.tokens["loss_mask"].sum())
 
     # --- rows
-    # ---------------------------------------------------------------------------------------------------------
 
     def row(self, index: int) -> dict[str, Array]:
         start = self.offsets[index]

@@ -194,7 +194,6 @@ class VllmEngineActor:
         return Thinking(self._load_tokenizer(), self.config.reasoning_parser)
 
     # --- samples
-    # ------------------------------------------------------------------------------------------------------
 
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
@@ -437,7 +436,6 @@ class VllmEngineActor:
         return responses
 
     # --- weights
-    # ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`) as `version`. Requests in flight continue with the new weights.
@@ -546,7 +544,6 @@ class VllmEngineActor:
         return int(await self.engine.get_weight_version())
 
     # --- memory and life
-    # ----------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
         """Free a colocated engine's GPU for training: drop weights and KV cache. Needs an engine without

@@ -91,7 +91,6 @@ class Vision:
         ]
 
     # --- rows, on the CPU
-    # ---------------------------------------------------------------------------------------------
 
     def lay_out(self, rows: Rows, sequences: DataProto) -> Rows:
         """Return `rows` with their images, the cells of the images' features, and the family's kind of
@@ -183,7 +182,6 @@ class Vision:
         return self._tensors(Image.new("RGB", (BLANK, BLANK)))
 
     # --- features, on the device
-    # --------------------------------------------------------------------------------------
 
     def features(self, inputs: Inputs, dtype: torch.dtype) -> Features:
         """Return the features of a micro-batch's images. dtype: of the computation."""
