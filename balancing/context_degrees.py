@@ -5,7 +5,8 @@ micro-step.
                 degree 2   [ 1   1 | 2   2 ]     ranks that share a micro-batch are neighbours
                 degree 1   [ 3 | 4 | 5 | 6 ]
 
-    sequences, heaviest first --cut into classes of falling degree--> each planned as with a fixed degree (schedule.py)
+    sequences, heaviest first --cut into classes of falling degree--> each planned as with a fixed degree
+                                                                      (search/schedule.py)
 
 All blocks of a micro-step have one degree. A class is cut where the heaviest sequences, each spread over its
 ranks, fill whole micro-steps. A quick estimate compares the cuts. The best few and all fixed degrees are

@@ -27,12 +27,13 @@ class MiniBatch:
     """One optimiser step.
 
     rows: int64 [sequences], by micro-step, then rank, ascending in each micro-batch.
-    bounds: int64 [steps * ranks + 1]. Micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i +
-    1]]`.
+    bounds: int64 [steps * ranks + 1]. Micro-batch `i = step * ranks + rank` is
+    `rows[bounds[i] : bounds[i + 1]]`.
     start: the initial assignment before refinement, or the algorithm.
     degrees: int64 [steps], ranks that share a micro-batch, or None for 1. Its rows are at the first of these
-    ranks. tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences
-    and groups without a loss token do not count.
+    ranks.
+    tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and
+    groups without a loss token do not count.
     """
 
     rows: Integers = field(repr=False)

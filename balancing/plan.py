@@ -1,7 +1,7 @@
 """Plan a global batch: which rank computes which sequence in which micro-step.
 
     lengths, mini-batches of the caller
-      -> each mini-batch: micro-batches under the caps -> micro-steps -> ranks     (schedule.py)
+      -> each mini-batch: micro-batches under the caps -> micro-steps -> ranks     (search/schedule.py)
       -> Plan.mini_batches[m].micro_steps[s].ranks[r]                              for the driver
       -> Plan.for_rank(r)                                                          for a worker
 
@@ -296,25 +296,26 @@ def plan_batch(
     mini_batches: index arrays that together contain every index once, or None for one mini-batch.
     max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the
     longest sequence is a good choice.
-    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, or None for `lengths`. min_count, multiple_of:
-    each rank's micro-batches in a mini-batch are at least the first, a multiple of the second.
+    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, or None for `lengths`.
+    min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of
+    the second.
     cost_model: the workload to balance, or None for tokens.
-    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (schedule.py). `none` keeps
+    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (search/schedule.py). `none` keeps
     the given order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank
-    by rank as these systems do, but keep the caps (baselines.py).
+    by rank as these systems do, but keep the caps (search/baselines.py).
     order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends
-    (`small_ends`), or for the least pipeline `makespan` (pipeline_plan.py). None is `makespan` with a
+    (`small_ends`), or for the least pipeline `makespan` (pipelines/pipeline_plan.py). None is `makespan` with a
     pipeline, else `descending`.
     allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
     pipeline: each rank is a pipeline of stages. Counts are also multiples of its `count_multiple`.
     groups: n whole numbers >= 0, the group of each sequence, counted for losses that divide by groups.
     prefix_groups, prefix_lengths: n whole numbers >= 0 each. Sequences of a group share their first tokens,
-    fewer than any has (0: none), which a micro-batch computes once (prefix_packing.py). Packed layout only.
+    fewer than any has (0: none), which a micro-batch computes once (prefixes/packing.py). Packed layout only.
     Only whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes
-    when they plan. tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In
-    `tree_order` each sequence shares `tree_depths` tokens with the one before it in its group, fewer than
-    either has.
+    when they plan.
+    tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In `tree_order` each
+    sequence shares `tree_depths` tokens with the one before it in its group, fewer than either has.
     images: the images of each sequence, (first token, tokens) each, or None. A shared prefix shares the
     images that begin in it. max_patches: cap on patches of a micro-batch, `cost_model.patches` an image
     token. Packed layout only.

@@ -1,6 +1,6 @@
 """Schedule a mini-batch on a pipeline: how many micro-steps, how heavy each, and in which order.
 
-    each number of micro-steps, from the fewest --+--> as without a pipeline (schedule.py)             --+
+    each number of micro-steps, from the fewest --+--> as without a pipeline (search/schedule.py)      --+
                                                   +--> best shape (micro_step_targets.py), dealt to it --+
       --> fastest order of each (pipeline_time.py) --> the least makespan, with as few micro-steps as come near it
 
@@ -10,7 +10,7 @@ Sequences are dealt to the target times:
     sequences, heaviest first --+--> layers of `ranks` neighbours, one for each rank
                                 |      --> each to the micro-step with most room left below its time, under the caps
                                 +--> each to the micro-batch with most room left below the time of its step, too
-      --> exchanges within each step (exchange.py)
+      --> exchanges within each step (search/exchange.py)
 
 Layers of neighbours keep the ranks of a step even, also under tight caps. One by one, short sequences fill
 the room that few long ones leave in a micro-step.

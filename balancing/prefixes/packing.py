@@ -1,11 +1,11 @@
 """Schedule sequences that share prefixes: each micro-batch computes a prefix once.
 
-    whole groups --> Karmarkar-Karp (assignment.py) --> near the lower bound? done
+    whole groups --> Karmarkar-Karp (search/assignment.py) --> near the lower bound? done
     groups in three orders --> the lowest level up to which one fills all micro-batches              (fill_groups)
       --> sorted, dealt into micro-steps
 
 Each part of a divided group computes its prefix again, but parts fit under the cap and even out the
-micro-batches. Sequences that share more than their prefix are also planned as subtrees (prefixes.py).
+micro-batches. Sequences that share more than their prefix are also planned as subtrees (groups.py).
 
     work of a group of lengths L_i with a prefix of P:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 

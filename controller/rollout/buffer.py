@@ -297,8 +297,9 @@ class SamplingRound:
         version: int | None = None,
     ) -> None:
         """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid.
-        adapter,
-        version: a LoRA policy and its published weights. Raises ConfigError if engines do not have them.
+
+        adapter, version: a LoRA policy and its published weights. Raises ConfigError if engines do not have
+        them.
         """
         self.adapter = buffer.roles.rollouts.adapter(adapter, version) if adapter else 0
         requests = sample_requests(buffer.config, prompts, samples, step)

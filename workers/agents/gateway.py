@@ -1,6 +1,6 @@
 """Gateway: sessions of agents over HTTP, in the event loop of an engine's actor.
 
-    agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [serving: vLLM's routes] --> engine
+    agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [routes: vLLM's] --> engine
                                                       '--> Session: the answer as a turn, before its last bytes go out
 
 An answer is completed without its client, so that a retry can read it. Nothing but the listed routes is

@@ -1,5 +1,4 @@
-"""Serving: vLLM's routes of OpenAI's and Anthropic's APIs over an engine. Prompts go in as ids, turns come
-out.
+"""Serve vLLM's routes of OpenAI's and Anthropic's APIs over an engine: ids in as prompts, turns out.
 
     messages --preprocess_chat--> ids of the turn that they extend, and of the new text
     ids --generate--> [vLLM: engine] --text--> [vLLM: parsers, answer]

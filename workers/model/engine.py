@@ -1,17 +1,16 @@
-"""The training engine of every role: forward-only log-probs, forward and backward, optimiser step, weights
-out.
+"""The training engine of every role: log-probs, forward and backward, optimiser step, weights out.
 
     DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
                   (once a micro-batch, which adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> optimiser --> schedule      named_weights, save_pretrained: gather --> names of the files
 
 It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls
-are
-collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences
-or layers (`parallel.py`) get the same sequences and return the same results. A caller counts one of them.
+are collective: every rank makes the same calls with the same number of micro-batches. Ranks that share
+sequences or layers (`sharding/parallel.py`) get the same sequences and return the same results. A caller
+counts one of them.
 
-T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if start ==
-stop.
+T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if they are
+equal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
