@@ -16,8 +16,9 @@ class Machine:
     GPU's share) and host (PCIe). source: of the figures. kv_block: tokens by which engines find shared
     prompts. In seconds: kernel (launch, which a GPU hides if `launches_ahead`), latency (of a collective),
     engine_step, engine_layer and engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch
-    (host), phase (start and end). transfer, weight: seconds of a weight transfer besides bytes, and for each
-    weight. sleep: to sleep and wake.
+    (host), phase (start and end).
+    transfer, weight: seconds of a weight transfer besides bytes, and for each weight.
+    sleep: to sleep and wake.
     contention: factor of a role's seconds while others compute on the same CPU.
     """
 
