@@ -1,10 +1,10 @@
-"""Ballast under one name: its commands for a shell, and functions for a notebook, a script or a sweep.
+"""Ballast under one name: commands for a shell, functions for a notebook, a script or a sweep, and tools.
 
     python -m ballast fit --config mine.yaml         commands: every command by its short name
     ballast.fit("mine.yaml", reward=mine).summary    training, sampling: the same commands as functions
+    doctor/ serve/ replay/ migrate/ planning/ ...    tools, which nothing below imports
 
-This package parses no settings and holds no algorithm. It loads `controller` at the first call, so that
-`import ballast` is instant.
+It loads `controller` at the first call, so that `import ballast` is instant.
 """
 
 import importlib
