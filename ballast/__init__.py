@@ -1,7 +1,7 @@
 """Ballast under one name: commands for a shell, functions for a notebook, a script or a sweep, and tools.
 
     python -m ballast fit --config mine.yaml         commands: every command by its short name
-    ballast.fit("mine.yaml", reward=mine).summary    training, sampling: the same commands as functions
+    ballast.fit("mine.yaml", reward=mine).summary    training, and functions.py of a tool: commands as functions
     doctor/ serve/ replay/ migrate/ planning/ ...    tools, which nothing below imports
 
 It loads `controller` at the first call, so that `import ballast` is instant.
@@ -11,8 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ballast.sampling import Evaluation, evaluate, generate
-    from ballast.training import Result, fit, open, preferences, reward_model, sft
+    from ballast.loop.functions import open
+    from ballast.sampling_commands.functions import Evaluation, evaluate, generate
+    from ballast.training import Result, fit, preferences, reward_model, sft
     from controller.training_loop import RunView, StopTraining
 
 __version__ = "0.3.0"
@@ -31,8 +32,9 @@ __all__ = [
 ]
 
 _PLACES = {
-    **dict.fromkeys(("Result", "fit", "open", "preferences", "reward_model", "sft"), "ballast.training"),
-    **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling"),
+    **dict.fromkeys(("Result", "fit", "preferences", "reward_model", "sft"), "ballast.training"),
+    **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling_commands.functions"),
+    "open": "ballast.loop.functions",
     **dict.fromkeys(("RunView", "StopTraining"), "controller.training_loop"),
 }
 

@@ -2,7 +2,8 @@
 
     ballast fit --config mine.yaml  -->  controller.fit.main(["--config", "mine.yaml"])
 
-Command modules are imported only when called, so that the list appears at once.
+Command modules are imported only when called, so that the list appears at once. It leaves out the commands of a tool
+whose folder is not there: each folder of ballast/ can be removed as a whole.
 """
 
 import difflib
@@ -10,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import cast
 
 from ballast import __version__
@@ -23,8 +25,13 @@ class Command:
     module: str
     does: str
 
+    def is_here(self) -> bool:
+        package, name, *_ = self.module.split(".")
+        # Other packages are found at the call: a user's file may hide them.
+        return package != "ballast" or find_spec(f"ballast.{name}") is not None
 
-COMMANDS = {
+
+ALL_COMMANDS = {
     "fit": Command("controller.fit", "train a policy by reinforcement learning"),
     "sft": Command("controller.sft", "train it on given responses"),
     "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
@@ -55,6 +62,7 @@ COMMANDS = {
     "init": Command("ballast.init", "write a configuration, data and a reward to start from"),
     "completion": Command("ballast.completion", "print the Tab completion for bash and zsh"),
 }
+COMMANDS = {name: command for name, command in ALL_COMMANDS.items() if command.is_here()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"ballast {__version__}")
         return 0
+    if name in ALL_COMMANDS and name not in COMMANDS:
+        return _refuse(f"ballast {name}: {ALL_COMMANDS[name].module} is not installed.")
     if name not in COMMANDS:
         return _refuse(f"ballast has no command {name!r}; {_suggestion(name)}")
     try:

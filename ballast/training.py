@@ -1,5 +1,4 @@
-"""The training commands as functions: settings in, a Result out. `open`: their parts, for a loop of one's
-own.
+"""The training commands as functions: settings in, a Result out.
 
     fit(settings, reward=f) --controller.fit.prepare--> the run --> runs/NAME/ --> Result
 
@@ -8,8 +7,7 @@ Runs in this process. Instead of printing one line and exiting with 1 or 2, func
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,6 @@ from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from ballast.loop.open_run import OpenRun
     from controller.training_loop import Callback, Step
 
 Settings = str | Path | Mapping[str, Any] | None
@@ -98,33 +95,12 @@ def fit(
     from controller.fit import prepare
 
     settings = load_settings(Config, config, overrides)
-    _give_data(settings, train, validation)
+    give_data(settings, train, validation)
     functions = {**give_rewards(settings.reward, reward), **give_step(settings.run, step)}
     step_function = step if callable(step) else None
     return _result(
         settings, callbacks, lambda callbacks: prepare(settings, functions, callbacks, step_function)
     )
-
-
-@contextmanager
-def open(
-    config: Settings = None,
-    *,
-    reward: Reward | None = None,
-    overrides: Values = (),
-    train: Records | None = None,
-    validation: Records | None = None,
-) -> "Iterator[OpenRun]":
-    """Start the roles of a run for a loop of one's own, see `ballast.loop.open_run` and docs/primitives.md.
-
-    Neither data nor a reward is needed. Arguments and exceptions are as in `fit`.
-    """
-    from ballast.loop.open_run import prepared
-
-    settings = load_settings(Config, config, overrides)
-    _give_data(settings, train, validation)
-    with handlers_kept(), prepared(settings, give_rewards(settings.reward, reward))() as run:
-        yield run
 
 
 def sft(
@@ -173,11 +149,11 @@ def _offline(
 ) -> Result:
     from controller.offline.offline_training import prepare
 
-    _give_data(settings, train, validation)
+    give_data(settings, train, validation)
     return _result(settings, callbacks, partial(prepare, settings))
 
 
-def _give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
+def give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
     if train is not None:
         settings.data.train = data_file(train, "train", settings.run.dir)
         if isinstance(settings, Config):

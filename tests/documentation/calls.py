@@ -59,6 +59,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ballast.training.Result.read", lambda folder: ballast.Result(folder, SUMMARY, [METRICS])
     )
-    monkeypatch.setattr("ballast.sampling.prepare_job", sampled)
+    monkeypatch.setattr("ballast.sampling_commands.functions.prepare_job", sampled)
     found = ballast.Evaluation(Path(), {"pass@8": 0.5}, {"pass@8": Interval(0.4, 0.6, "wilson")}, {})
-    monkeypatch.setattr("ballast.sampling.Evaluation.read", lambda folder: found)
+    monkeypatch.setattr("ballast.sampling_commands.functions.Evaluation.read", lambda folder: found)
