@@ -26,6 +26,10 @@ class DataError(BallastError):
     """A batch, file or record is malformed."""
 
 
+class ImageError(DataError):
+    """An image cannot be read, or no model reads one of its size."""
+
+
 class UnsupportedModelError(ConfigError):
     """The chosen layout, kernel or parallelism cannot compute the model."""
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from workers.batch.placed_images import Image, Placed
 from workers.errors import ConfigError, DataError, named
-from workers.images.images import Image, url_of
-from workers.images.placeholders import Placed, Placeholders
+from workers.images.images import ImageSource, url_of
+from workers.images.placeholders import Placeholders
 from workers.json_file import read_json
 from workers.template_forms import (
     IMAGE_PART,
@@ -349,6 +350,12 @@ class Renderer:
             return cls(tokenizer, vocabulary, timeout_s)
         tokenizer.chat_template = read_template(file)
         return cls(tokenizer, vocabulary, timeout_s, source="model.chat_template")
+
+    def read_images(
+        self, values: Iterable[Any], pixels: tuple[int, int], folder: str, place: str
+    ) -> list[Image]:
+        """Read a record's images. folder: of relative paths. Raises ImageError or DataError, naming `place`."""
+        return [ImageSource(value, place, folder, pixels).image() for value in values]
 
     def expand(self, ids: np.ndarray, images: Sequence[Image], place: str) -> tuple[np.ndarray, Placed]:
         """Replace placeholders in ids of a rendered text by the images' tokens. Raises DataError, naming

@@ -13,11 +13,11 @@ import ray
 from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.engines.engine_calls import cause_of
+from workers.batch.placed_images import Placed
 from workers.batch.remote_batch import stored
 from workers.batch.score import Score, add_environment, check_parts
 from workers.engine.requests import SampleResult
 from workers.errors import LostError, ResourceError, WorkerError
-from workers.images.placeholders import Placed
 from workers.roles.reward import RewardWorker, ScoreRequest, texts_of
 from workers.user_code.rewards import MESSAGES, RewardFunction
 from workers.user_code.tools import TOOL_PARTS

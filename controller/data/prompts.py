@@ -14,9 +14,8 @@ import numpy as np
 from controller.data.data_files import data_folder
 from controller.data.records import Record
 from controller.observability.slow_work import Log, count_if_slow
-from workers.errors import DataError
-from workers.images.images import Image, ImageError, ImageSource, name_of
-from workers.images.placeholders import Placed
+from workers.batch.placed_images import Image, Placed
+from workers.errors import DataError, ImageError
 from workers.rendering import Options, Renderer, options_of
 
 DATA_ORDER = 0  # separates this random stream from others with the same seed
@@ -133,10 +132,8 @@ class PromptDataset:
         ids = self._tokenized(record, renderer, rules, index)
         if ids is None:
             return
-        images = [
-            image_source.image()
-            for image_source in image_sources(record, rules.image_key, rules.image_pixels, self.name, place)
-        ]
+        values = record.get(rules.image_key) or ()
+        images = renderer.read_images(values, rules.image_pixels, str(data_folder(self.name)), place)
         ids, placed = renderer.expand(ids, images, place)
         if images:
             record = record | {rules.image_key: list(map(shown_image, images))}
@@ -269,18 +266,9 @@ class PromptMixture:
         return replace(self._sources[source].at(place), uid=f"{position}")
 
 
-def image_sources(
-    record: Record, key: str, pixels: tuple[int, int], path: str, place: str
-) -> list[ImageSource]:
-    """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths
-    start.
-    """
-    return [ImageSource(value, place, str(data_folder(path)), pixels) for value in record.get(key) or ()]
-
-
 def shown_image(image: Image) -> str:
-    """Name a prompt's image, and its size."""
-    return f"{name_of(image.data.value)} {image.width} x {image.height}"
+    """Name a prompt's image, whose data are an ImageSource, and its size."""
+    return f"{image.data.name} {image.width} x {image.height}"
 
 
 def left_out(name: str, unreadable: Sequence[str]) -> list[str]:

@@ -22,9 +22,9 @@ from controller.engines.engine_calls import MakeActor, RolloutEngines
 from controller.engines.fleet import Fleet, RestartBudget
 from controller.engines.router import Router
 from controller.observability.live_metrics import LiveMetrics
-from workers.agents.session import SessionRecord
 from workers.config.roles import RolloutConfig, SamplingConfig
 from workers.engine.requests import Response, SampleRequest, SampleResult
+from workers.engine.session_record import SessionRecord
 
 LOOK_SECONDS = 5.0  # between two looks at an engine
 ANSWER_SECONDS = 5.0

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
-from workers.agents.session import SessionRecord
 from workers.engine.requests import Response, SampleRequest, SampleResult
+from workers.engine.session_record import SessionRecord
 from workers.errors import DataError
 
 Key = tuple[str, int]

@@ -20,6 +20,7 @@ from controller.config.model_files import positions, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.training import counted, path_setting
 from controller.data.curriculum import SampledPrompts
+from controller.data.data_files import data_folder
 from controller.data.identity import DataIdentity, data_identity
 from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
 from controller.data.prompts import (
@@ -30,7 +31,6 @@ from controller.data.prompts import (
     PromptRules,
     Prompts,
     characters,
-    image_sources,
     is_too_long,
     left_out,
     shown_image,
@@ -63,10 +63,11 @@ from workers.config.roles import HTTP
 from workers.environment import as_text
 from workers.episodes.parser_names import known_parsers, parsers_of
 from workers.errors import ConfigError, DataError, Problems
-from workers.images.images import Pictures
+from workers.images.images import ImageSource
 from workers.rendering import Messages, Options, Renderer, template_of
 from workers.user_code.environments import Answered, try_environment
 from workers.user_code.functions import Tools, find_class, find_tools
+from workers.user_code.pictures import Pictures
 from workers.user_code.rewards import MESSAGES, RAW, RewardFunction, try_rewards
 from workers.user_code.task_sources import find_verifiers_agent
 
@@ -142,7 +143,10 @@ def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions 
     identity = data_identity(config, train)
     check_same_data(config, identity)
     path, (first, *_) = next(iter(train.items()))
-    if images := image_sources(first, data.image_key, data.image_pixels.limits, path, f"{path} record 1"):
+    if values := first.get(data.image_key):
+        folder = str(data_folder(path))
+        pixels = data.image_pixels.limits
+        images = [ImageSource(value, f"{path} record 1", folder, pixels) for value in values]
         first = first | {data.image_key: Pictures(images)}
     problems = Problems()
     functions = list[RewardFunction]()

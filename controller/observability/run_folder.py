@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
+from workers.batch.placed_images import PlacedImage
 from workers.errors import ConfigError, DataError, OutputError
-from workers.images.images import PlacedImage, png_of
+from workers.images.images import png_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,10 +10,9 @@ from controller.data.prompts import epoch_order, left_out
 from controller.observability.slow_work import Log, count_if_slow
 from controller.offline.tokenized import Example, Row, example_row, expanded, scored_row
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Placed, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, stored
-from workers.errors import DataError
-from workers.images.images import ImageError, keys
-from workers.images.placeholders import Placed
+from workers.errors import DataError, ImageError
 from workers.rendering import Renderer
 
 Item = tuple[tuple[Row, Placed], ...]

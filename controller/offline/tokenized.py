@@ -20,10 +20,11 @@ import numpy as np
 
 from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
+from workers.batch.placed_images import Placed
 from workers.chat_messages import check_not_blank, cleaned, messages_in
 from workers.errors import DataError
 from workers.images.images import ImageSource
-from workers.images.placeholders import Placed, spread
+from workers.images.placeholders import spread
 from workers.rendering import Messages, Options, Renderer, options_of, with_images
 
 Row = dict[str, np.ndarray]

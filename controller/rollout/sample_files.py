@@ -23,16 +23,15 @@ import ray
 
 from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
-from workers.agents.session import Node, SessionRecord
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
+from workers.batch.placed_images import Image, Placed, PlacedImage, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, fetched, places
 from workers.batch.score import Score
+from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import Response, SampleResult
-from workers.episodes.episode import branches_of
+from workers.engine.session_record import Node, SessionRecord
 from workers.errors import DataError, clause
-from workers.images.images import Image, PlacedImage, keys
-from workers.images.placeholders import Placed
 
 PARTIAL = ("ids", "log_probs", "versions")
 """Kept fields of an unfinished Response."""

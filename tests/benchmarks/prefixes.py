@@ -25,8 +25,9 @@ from examples.vision import warm_start
 from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
 from tests.tensor_memory import peak_tensor_bytes
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Image, PlacedImage
 from workers.config.roles import ModelConfig
-from workers.images.images import Image, PlacedImage, digest_of, png_of
+from workers.images.images import digest_of, png_of
 from workers.model.layout import RowLayout
 from workers.model.model import PackedCausalLM, packed_causal_lm
 

@@ -22,12 +22,13 @@ from tests.workers.model.exact import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, relative_error
 from tests.workers.rollout.sessions import response
 from workers.agents.gateway import Access
-from workers.agents.session import Asked, Node, Session
+from workers.agents.session import Asked, Session
 from workers.batch.dataproto import DataProto
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
+from workers.engine.branches import branches_of
 from workers.engine.requests import SampleRequest
-from workers.episodes.episode import branches_of
+from workers.engine.session_record import Node
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
 from workers.model.rows.prefix_rows import pack_shared

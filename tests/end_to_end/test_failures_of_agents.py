@@ -22,8 +22,8 @@ from tests.end_to_end import faults
 from tests.end_to_end.elsewhere import KEY, Agents, agent_settings, free_port, names_of, unaccounted
 from tests.end_to_end.faults import RunWithFaults, differences, engine_pids, run_with
 from tests.end_to_end.processes import ROOT, marked_environment, settings_file, stopped
-from workers.agents.session import SessionRecord
 from workers.config.roles import GATEWAY_KEY
+from workers.engine.session_record import SessionRecord
 
 AGENT = """
 import time

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import DataError
-from workers.images.images import FORMATS, ImageSource, Pictures, digest_of, png_of, read_image, resized
+from workers.images.images import FORMATS, ImageSource, digest_of, png_of, read_image, resized
+from workers.user_code.pictures import Pictures
 
 WHERE = "data.jsonl:3"
 

@@ -23,7 +23,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from workers.agents.api_forms import error_body
 from workers.agents.processes import as_json
-from workers.agents.session import SessionRecord
+from workers.engine.session_record import SessionRecord
 from workers.errors import ConfigError, EpisodeError
 from workers.http_limits import guarded
 

@@ -24,10 +24,11 @@ from urllib.parse import quote
 
 from workers.agents.api_forms import answers_in, error_body
 from workers.agents.routes import CALL, Call, Opened, build
-from workers.agents.session import Node, Session
+from workers.agents.session import Session
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
+from workers.engine.session_record import Node
 from workers.errors import DataError, named
 from workers.http_limits import uvicorn_config
 from workers.rendering import Options

@@ -23,19 +23,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workers.agents.message_forms import MessageForms
-from workers.agents.session import Asked, Node, Session
+from workers.agents.session import Asked, Session
+from workers.batch.placed_images import Image, Placed
 from workers.chat_messages import cleaned
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.requests import STOP, Response, joined, not_sampled, turn_seed
+from workers.engine.session_record import Node
 from workers.engine.vllm_interface import as_response, check_prompt, sampling_parameters
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
 from workers.episodes.parsing import TurnParser
 from workers.errors import ConfigError, DataError, EpisodeError
-from workers.images.images import Image, decoded
-from workers.images.placeholders import Placed
+from workers.images.images import decoded
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import (
     CONTROLS,

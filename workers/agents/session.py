@@ -21,61 +21,20 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from workers.batch.placed_images import Placed, keys
 from workers.batch.score import is_finite
 from workers.engine.requests import Response, joined, not_sampled
+from workers.engine.session_record import Node, SessionRecord
 from workers.episodes.episode import SampledTurns
 from workers.errors import DataError, EpisodeError, quoted
-from workers.images.images import keys
-from workers.images.placeholders import Placed
 from workers.rendering import Messages
 
 S = TypeVar("S", str, bytes)
-
-
-@dataclass(eq=False)
-class Node:
-    """A sampled turn, picklable.
-
-    number: unique in its session, of the turn's seed. text: the answer as text. said: the answer as a
-    message, empty for a completion. names: ids of its responses. parent: the number of the turn that it
-    extends, or -1. given: int32, what the prompt adds to the parent's tokens. images: placed in `given`.
-    messages: new ones of the request, with digests for images. asked: new text of a completion's prompt.
-    base, keys: digests of the path before and with the answer. received: whether a client took the answer's
-    last byte. joined: retries that received the answer too.
-    replayed: whether a record answered. began, seconds: the request's arrival in seconds since the session
-    opened, and until the answer's last byte.
-    """
-
-    number: int
-    response: Response
-    text: str
-    said: dict[str, Any]
-    names: list[str]
-    parent: int = -1
-    given: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    images: Placed = ()
-    messages: Messages = field(default_factory=list)
-    asked: str | None = None
-    base: str = ""
-    keys: list[str] = field(default_factory=list)
-    received: bool = False
-    joined: int = 0
-    replayed: bool = False
-    began: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def parts(self) -> list[Response]:
-        return [not_sampled(self.given, images=self.images), self.response]
-
-    @property
-    def ids(self) -> np.ndarray:
-        return np.concatenate([self.given, self.response.ids])
 
 
 @dataclass(frozen=True)
@@ -90,14 +49,6 @@ class Asked:
     parent: Node | None = None
     base: str = ""
     text: str | None = None
-
-
-@dataclass(frozen=True)
-class SessionRecord:
-    """What another session can answer again. rewards: by response id, "" for the session's."""
-
-    nodes: tuple[Node, ...] = ()
-    rewards: dict[str, float] = field(default_factory=dict)
 
 
 class Session(SampledTurns):

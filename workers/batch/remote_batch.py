@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workers.batch.dataproto import DataProto, object_column, wrong_length
+from workers.batch.placed_images import Image, PlacedImage
 from workers.errors import DataError
-from workers.images.images import Image, PlacedImage, png_of
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -36,7 +36,7 @@ def stored(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) -> tuple
         if isinstance(image.data, ray.ObjectRef):
             return image
         if image.digest not in refs:
-            refs[image.digest] = ray.put(png_of(image.data))
+            refs[image.digest] = ray.put(image.png())
         return replace(image, data=refs[image.digest])
 
     return tuple(replace(placed_image, image=put(placed_image.image)) for placed_image in images)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workers.batch.placed_images import Image, PlacedImage
 from workers.errors import DataError
-from workers.images.images import Image, PlacedImage
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from workers.batch.placed_images import PlacedImage
 from workers.batch.score import Score
 from workers.environment import Text
-from workers.images.images import PlacedImage
 
 # versions of tokens between turns, and within a turn by a thinking budget
 NOT_SAMPLED = -1

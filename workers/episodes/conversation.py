@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from workers.batch.placed_images import Image
 from workers.chat_messages import cleaned
 from workers.engine.requests import Response, joined, not_sampled
 from workers.environment import Text, Turn
 from workers.episodes.history import History
 from workers.episodes.parsing import TurnParser
 from workers.errors import ConfigError, DataError, EpisodeError
-from workers.images.images import Image, decoded
+from workers.images.images import decoded
 from workers.rendering import Messages, Options, Renderer, with_images
 
 WHERE = "the conversation"

@@ -19,19 +19,19 @@ Each sampled token is trained once, in the row in which it was sampled.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
 
+from workers.batch.placed_images import PlacedImage, keys
 from workers.batch.score import Score
-from workers.engine.prefix_hashes import prefix_hashes
-from workers.engine.requests import INSERTED, LENGTH, STOP, TURNS, Branch, Response, images_of, not_sampled
+from workers.engine.branches import hash_of
+from workers.engine.requests import INSERTED, LENGTH, STOP, TURNS, Response, images_of, not_sampled
 from workers.environment import Observation, Text, as_text
 from workers.episodes.conversation import Conversation
 from workers.errors import EpisodeError
-from workers.images.images import PlacedImage, keys
 from workers.user_code.environments import RemoteEnvironment
 
 
@@ -159,41 +159,6 @@ class Episode(SampledTurns):
     @property
     def _parts(self) -> list[list[Response]]:  # type: ignore[override]
         return self._rows if len(self._rows) == 1 else [self._said, *self._rows]
-
-
-def branches_of(
-    rows: Sequence[Mapping[str, np.ndarray]],
-    prompt_tokens: int,
-    images: Sequence[tuple[PlacedImage, ...]] = (),
-) -> tuple[Branch, ...]:
-    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample. images:
-    by row.
-
-    A row that has little in common with the sample's prompt, such as a sub-agent's, has a prompt of its own.
-    """
-    images = images or [()] * len(rows)
-    prompts = [keys(rows[0]["input_ids"], images[0])[:prompt_tokens]]
-    branches = []
-    for row, placed in zip(rows[1:], images[1:], strict=True):
-        ids = keys(row["input_ids"], placed)
-        shared = next((len(prompt) for prompt in prompts if np.array_equal(prompt, ids[: len(prompt)])), 0)
-        if not shared:
-            both = min(len(ids), prompt_tokens)
-            start = int(np.argmax(row["loss_mask"]))
-            shared = int(np.argmin(np.append(ids[:both] == prompts[0][:both], False)))
-            if shared < start // 2:
-                shared = start
-                prompts.append(ids[:start])
-        trained = int(row["loss_mask"].sum())
-        branches.append(
-            Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared), placed)
-        )
-    return tuple(branches)
-
-
-def hash_of(ids: np.ndarray) -> int:
-    """Hash of ids, or of `workers.images.images.keys`, int64, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True)
 
 
 def _joined(parts: Sequence[Response]) -> np.ndarray:

@@ -1,11 +1,8 @@
-"""Images of records, and their places in sequences of token ids.
+"""Images of records: reading, resizing, and their bytes.
 
     path, bytes, data: URL, PIL's --read_image--> RGB --resized: data.image_pixels--> Image
 
-    ids     5 7 I I I I 9       I: the tokens of an image, expanded
-    keys    5 7 -a -b -c -d 9   numbers of the image's digest: equal only where ids and images are equal
-
-Ids alone do not tell two images of one size apart. Whatever compares prefixes compares keys.
+The forms that a batch carries are in `workers/batch/placed_images.py`.
 """
 
 import base64
@@ -13,66 +10,18 @@ import hashlib
 import io
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from workers.errors import DataError, named
+from workers.batch.placed_images import Image
+from workers.errors import ImageError, named
 
 if TYPE_CHECKING:
     import PIL.Image
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
-_LARGEST = np.uint64(2**63 - 1)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 """Pillow's names of what is read. For EPS it would start Ghostscript on an agent's bytes."""
-
-
-class ImageError(DataError):
-    """An image cannot be read, or no model reads one of its size."""
-
-
-@dataclass(frozen=True)
-class Image:
-    """Hold an image of a record, after `data.image_pixels`.
-
-    digest: a hash of size and RGB content, below 2^63. data: PNG bytes, or a Ray reference to them.
-    """
-
-    digest: int
-    width: int
-    height: int
-    data: Any = field(compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class PlacedImage:
-    """Place an image in a sequence: `tokens` consecutive tokens from `first` on, separators included."""
-
-    image: Image
-    first: int
-    tokens: int
-
-
-def keys(ids: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:
-    """Return int64 [n]: `ids`, with a negative number of digest and offset for each token of an image.
-
-    Without images, `ids` themselves.
-    """
-    if not images:
-        return ids
-    token_keys = ids.astype(np.int64)
-    for placed_image in images:
-        numbers = (
-            np.uint64(placed_image.image.digest) + np.arange(placed_image.tokens, dtype=np.uint64) * _ODD
-        )
-        token_keys[placed_image.first : placed_image.first + placed_image.tokens] = -1 - (
-            numbers & _LARGEST
-        ).astype(np.int64)
-    return token_keys
 
 
 @dataclass(frozen=True)
@@ -90,6 +39,13 @@ class ImageSource:
     def open(self) -> "PIL.Image.Image":
         return resized(read_image(self.value, self.where, self.folder), *self.pixels)
 
+    def png(self) -> bytes:
+        return png_of(self.open())
+
+    @property
+    def name(self) -> str:
+        return name_of(self.value)
+
     def image(self) -> Image:
         """Decode the image once, for its digest. Raises as `read_image`."""
         picture = self.open()
@@ -100,22 +56,6 @@ def decoded(value: Any, place: str, pixels: tuple[int, int]) -> Image:
     """Read and resize an image that no record holds, see `ImageSource`. Raises as `read_image`."""
     picture = resized(read_image(value, place), *pixels)
     return Image(digest_of(picture), *picture.size, png_of(picture))
-
-
-class Pictures:
-    """Images for users' code: unpickled there, they are a list of PIL's. data: of `Image`, without
-    references.
-    """
-
-    def __init__(self, data: Sequence[Any]) -> None:
-        self.data = data
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, ([png_of(picture) for picture in self.data],)
-
-
-def _opened(data: Sequence[bytes]) -> "list[PIL.Image.Image]":
-    return [read_image(png, "an image") for png in data]
 
 
 def url_of(data: Any) -> str:
@@ -219,8 +159,6 @@ def _file(value: Any, place: str, folder: str) -> Any:
 def name_of(value: Any) -> str:
     """Name a record's image in texts: by its file, or `image`."""
     path = value.get("path") if isinstance(value, dict) else value
-    return (
-        Path(path).name[-80:] or "image"
-        if isinstance(path, str) and not path.startswith("data:")
-        else "image"
-    )
+    if not isinstance(path, str) or path.startswith("data:"):
+        return "image"
+    return Path(path).name[-80:] or "image"

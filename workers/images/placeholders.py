@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from workers.errors import ConfigError, DataError, named
-from workers.images.images import Image, ImageError, ImageSource, PlacedImage, read_image
-
-Placed = tuple[PlacedImage, ...]
+from workers.batch.placed_images import Image, Placed, PlacedImage
+from workers.errors import ConfigError, DataError, ImageError, named
+from workers.images.images import ImageSource, read_image
 
 COMPARED = 4
 

@@ -24,7 +24,7 @@ import numpy as np
 from workers.agents.front import Taken
 from workers.agents.gateway import Access, Gateway
 from workers.agents.processes import AgentPool, session_variables
-from workers.agents.session import Node, Session, SessionRecord
+from workers.agents.session import Session
 from workers.batch.dataproto import DataProto
 from workers.batch.score import Score
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
@@ -41,6 +41,7 @@ from workers.engine.requests import (
     WeightLoad,
     turn_seed,
 )
+from workers.engine.session_record import Node, SessionRecord
 from workers.engine.vllm_interface import (
     as_response,
     build_engine,
@@ -59,12 +60,12 @@ from workers.episodes.episode import Episode, play
 from workers.episodes.parsing import TurnParser
 from workers.episodes.thinking import Thinking
 from workers.errors import EpisodeError, LostError, RolloutError
-from workers.images.images import Pictures
 from workers.model.vision.processor import load_placeholders
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rendering import Renderer, with_urls
 from workers.rollout.results import Row, Sample, finished, flush, played
 from workers.user_code.environments import EnvironmentPool
+from workers.user_code.pictures import Pictures
 from workers.user_code.tools import ToolPool
 
 if TYPE_CHECKING:

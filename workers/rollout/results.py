@@ -10,12 +10,13 @@ import numpy as np
 
 from workers.agents.session import Session
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.placed_images import keys
 from workers.batch.score import Score
+from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import LENGTH, STOP, TURNS, SampleRequest, SampleResult
 from workers.episodes.conversation import Conversation
-from workers.episodes.episode import Episode, branches_of
-from workers.images.images import keys
+from workers.episodes.episode import Episode
 
 Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, list[Row]]

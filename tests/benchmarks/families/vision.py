@@ -24,8 +24,9 @@ from tests.benchmarks.families.measuring import EXPECTED, TOLERANCE, Outcome, fi
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.workers.vision_families import BUILDERS, byte_tokenizer, pictures, save_tiny_vision_model
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Image
 from workers.errors import BallastError, ConfigError
-from workers.images.images import Image, digest_of, png_of
+from workers.images.images import digest_of, png_of
 from workers.images.placeholders import Placeholders
 from workers.model.rules.families import IMAGES_SEE_AHEAD
 

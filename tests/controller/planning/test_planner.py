@@ -20,9 +20,9 @@ from controller.planning.planner import (
 )
 from tests.controller.config_workspace import write_workspace
 from workers.batch.dataproto import object_column
+from workers.batch.placed_images import Image, PlacedImage
 from workers.batch.remote_batch import RemoteBatch
 from workers.errors import ConfigError
-from workers.images.images import Image, PlacedImage
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))

@@ -27,12 +27,13 @@ from controller.rollout.samples import RolloutBatch, assemble
 from tests.workers.vision_families import pictures
 from workers.agents.session import Asked, Session
 from workers.batch.dataproto import DataProto
+from workers.batch.placed_images import PlacedImage, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, stored
 from workers.batch.score import Score
+from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import Response, SampleResult
-from workers.episodes.episode import branches_of
-from workers.images.images import ImageSource, PlacedImage, digest_of, keys, png_of, read_image
+from workers.images.images import ImageSource, digest_of, png_of, read_image
 from workers.roles.reward import RewardWorker, ScoreRequest
 from workers.user_code.rewards import RewardFunction
 

@@ -23,9 +23,9 @@ from workers.agents.session import Session
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.remote_batch import RemoteBatch, places
 from workers.batch.score import Score
+from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import Response, SampleResult
-from workers.episodes.episode import branches_of
 from workers.errors import DataError, OutputError
 
 ROWS = [

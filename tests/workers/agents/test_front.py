@@ -16,8 +16,8 @@ from aiohttp import ClientError, ClientSession, web
 from tests.refusals import refused
 from workers.agents import front as module
 from workers.agents.front import SessionFront, Taken
-from workers.agents.session import Node, SessionRecord
 from workers.engine.requests import Response
+from workers.engine.session_record import Node, SessionRecord
 from workers.errors import ConfigError, EpisodeError
 
 KEY = "of-agents"

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 from tests.workers.rollout import agent_model
 from tests.workers.rollout.gateway_actor import GatewayActor
 from workers.agents.gateway import Access
-from workers.agents.session import Node
 from workers.config.roles import GatewayConfig, ModelConfig, RolloutConfig
+from workers.engine.session_record import Node
 from workers.engine.weights.weight_transfer import pack_weights
 
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations

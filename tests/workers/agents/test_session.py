@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tests.refusals import refused
 from tests.workers.rollout.sessions import TURNS, Agent, Turn, ids, message, prompt_of, response
-from workers.agents.session import Node, Session
-from workers.episodes.episode import branches_of
+from workers.agents.session import Session
+from workers.engine.branches import branches_of
+from workers.engine.session_record import Node
 from workers.errors import DataError, EpisodeError
 
 REWARDS = st.lists(st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=10, max_size=10)

@@ -15,11 +15,12 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from tests.refusals import refused
 from tests.workers.rollout import tiny
 from tests.workers.vision_families import pictures
+from workers.batch.placed_images import Image
 from workers.engine.requests import STOP, Response, joined, not_sampled
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation, check_template, continued
 from workers.errors import DataError, EpisodeError
-from workers.images.images import Image, digest_of, png_of
+from workers.images.images import digest_of, png_of
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Messages, Renderer
 from workers.template_forms import try_forms

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.batch.placed_images import Image, PlacedImage
+from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import LENGTH, STOP, TURNS, Response, joined, not_sampled
 from workers.environment import Observation
-from workers.episodes.episode import Episode, branches_of, play
+from workers.episodes.episode import Episode, play
 from workers.errors import EpisodeError
-from workers.images.images import Image, PlacedImage
 
 END = 1
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.batch.dataproto import object_column
+from workers.batch.placed_images import Image, PlacedImage, keys
 from workers.batch.remote_batch import fetched
-from workers.images.images import Image, PlacedImage, keys
 
 PLACEHOLDER = 9
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from tests.workers.rollout.probed_actor import ProbedActor
 from workers.agents.gateway import Access, Gateway
-from workers.agents.session import Node, Session, SessionRecord
+from workers.agents.session import Session
 from workers.config.roles import SamplingConfig
+from workers.engine.session_record import Node, SessionRecord
 
 
 class GatewayActor(ProbedActor):

@@ -5,7 +5,8 @@ driver's.
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.agents.session import Session, SessionRecord
+from workers.agents.session import Session
+from workers.engine.session_record import SessionRecord
 from workers.rollout.engine_actor import VllmEngineActor
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from workers.agents.session import Asked, Node, Session
+from workers.agents.session import Asked, Session
 from workers.engine.requests import STOP, Response
+from workers.engine.session_record import Node
 
 SAMPLED = 1_000  # ids of turns begin here, those of prompts lie below
 Turn = tuple[int, int, int, bool]

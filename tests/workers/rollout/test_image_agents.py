@@ -24,9 +24,9 @@ from tests.workers.rollout.session_checks import Row
 from tests.workers.rollout.test_image_engine import fetched, trainer_of
 from tests.workers.vision_families import pictures
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Placed
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.images.images import decoded, url_of
-from workers.images.placeholders import Placed
 
 TOKENS = 12
 URLS = [url_of(picture) for picture in pictures()]

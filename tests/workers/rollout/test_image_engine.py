@@ -18,12 +18,13 @@ from tests.workers.rollout import tiny
 from tests.workers.rollout.engines import LOG_PROB_TOLERANCE, Engines, rows_of
 from tests.workers.vision_families import PLACEHOLDERS, pictures
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Image, PlacedImage
 from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.engine.image_inputs import _place
 from workers.engine.requests import EpisodeStart, Response, SampleRequest, sample_seed
 from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import DataError, RolloutError
-from workers.images.images import Image, PlacedImage, digest_of, png_of
+from workers.images.images import digest_of, png_of
 from workers.model.engine import TrainingEngine
 from workers.model.vision.processor import load_placeholders
 

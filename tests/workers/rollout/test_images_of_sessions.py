@@ -21,11 +21,13 @@ from transformers import AutoTokenizer
 from tests.workers.rollout.sessions import ids, response
 from tests.workers.vision_families import pictures
 from workers.agents.routes import Opened, PromptRenderer
-from workers.agents.session import Asked, Node, Session
+from workers.agents.session import Asked, Session
+from workers.batch.placed_images import Image, PlacedImage, keys
+from workers.engine.branches import branches_of
 from workers.engine.requests import Response
-from workers.episodes.episode import branches_of
+from workers.engine.session_record import Node
 from workers.errors import DataError
-from workers.images.images import Image, PlacedImage, decoded, keys, url_of
+from workers.images.images import decoded, url_of
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer, with_urls
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Image, PlacedImage
 from workers.config.loss import DistillationConfig
 from workers.config.model import RECOMPUTED
 from workers.config.roles import (
@@ -38,7 +39,7 @@ from workers.config.roles import (
     ParallelConfig,
     ValueLossConfig,
 )
-from workers.images.images import Image, PlacedImage, png_of
+from workers.images.images import png_of
 from workers.images.placeholders import Placeholders
 from workers.model.checkpoint.lora import add_adapters
 from workers.model.engine import TrainingEngine

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from balancing.prefixes.groups import fewest_worth_sharing
 from workers.batch.dataproto import DataProto
-from workers.images.images import keys
+from workers.batch.placed_images import keys
 from workers.model.rows.packing import PackedRow, place, with_work
 
 Integers = NDArray[np.int64]

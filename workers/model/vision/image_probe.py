@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from workers.batch.dataproto import DataProto, object_column
+from workers.batch.placed_images import Image, PlacedImage
 from workers.errors import UnsupportedModelError, clause
-from workers.images.images import Image, PlacedImage, digest_of, png_of
+from workers.images.images import digest_of, png_of
 
 SIZES = ((84, 56), (56, 112))  # width and height in pixels
 TYPES = ("mm_token_type_ids", "token_type_ids")  # of tokens: 1 in an image

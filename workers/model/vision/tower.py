@@ -28,8 +28,9 @@ from transformers import AutoProcessor, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.batch.dataproto import DataProto
+from workers.batch.placed_images import Image, PlacedImage
 from workers.errors import BallastError, ConfigError, DataError, clause
-from workers.images.images import Image, PlacedImage, read_image
+from workers.images.images import read_image
 from workers.model.rows.packing import ModelInput, Rows
 
 Inputs = Mapping[str, Tensor]

@@ -14,9 +14,10 @@ import torch
 
 from tests.refusals import refused
 from tests.workers.vision_families import EXACT, pictures
+from workers.batch.placed_images import Image
 from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import UnsupportedModelError
-from workers.images.images import Image, digest_of, png_of
+from workers.images.images import digest_of, png_of
 from workers.model.engine import TrainingEngine
 from workers.model.model import PackedCausalLM, load_model
 from workers.model.numerics_check import check_numerics, make_probe

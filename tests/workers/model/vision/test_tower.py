@@ -25,9 +25,10 @@ from tests.workers.model.tiny import VOCABULARY, compute_in_float64, relative_er
 from tests.workers.vision_families import EXACT, PLACEHOLDERS, pictures
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.metrics import results
+from workers.batch.placed_images import Image
 from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import UnsupportedModelError
-from workers.images.images import Image, digest_of, png_of
+from workers.images.images import digest_of, png_of
 from workers.model import model as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.layout import RowLayout
