@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from controller.algorithm.validation_metrics import CONFIDENCE, by_prompt, interval
 from controller.config.sampler import EvaluateConfig
 from controller.lifecycle.session import exit_code
-from controller.observability.run_folder import finite, writing
+from controller.observability.recorded_values import finite
+from controller.observability.run_folder import writing
 from controller.sampling.jobs import Job
 from controller.sampling.output import Line, scored_response
 from controller.sampling.sampling_run import prepare

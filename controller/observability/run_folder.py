@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
+from controller.observability.recorded_values import finite
 from workers.batch.placed_images import PlacedImage
 from workers.errors import ConfigError, DataError, OutputError
 from workers.images.images import png_of
@@ -64,11 +65,6 @@ class JsonLines:
     def close(self) -> None:
         with writing(self.path):
             self._file.close()
-
-
-def finite(value: float) -> float | None:
-    """Return `value`, or None if JSON has no number for it."""
-    return value if math.isfinite(value) else None
 
 
 def step_file(folder: Path, step: int) -> Path:

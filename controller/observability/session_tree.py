@@ -7,16 +7,15 @@ A response, or an episode, is a tree of one path.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from controller.observability.run_folder import Row, finite
-from controller.observability.shown_text import message_text, redacted, shortened
+from controller.observability.run_folder import Row
+from controller.observability.shown_text import redacted, shortened
 
 log = logging.getLogger(__name__)
 SHOWN = 240  # characters of a text in a tree
@@ -30,25 +29,6 @@ class Entry:
     text: str = ""
     facts: str = ""
     under: Sequence["Entry"] = ()
-
-
-def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[Row]:
-    """Return `Session.told` for a record: messages as texts, cut to `longest` characters together."""
-    most = max(1, longest // sum(1 + len(node["messages"]) for node in nodes))
-
-    def text_of(message: Mapping[str, Any]) -> str:
-        return shortened(message_text(message), most)
-
-    return [
-        {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
-        | {
-            "messages": [
-                {"role": message["role"], "content": text_of(message)} for message in node["messages"]
-            ]
-        }
-        | {"said": text_of(node["said"])}
-        for node in nodes
-    ]
 
 
 def summary(row: Row) -> dict[str, str]:

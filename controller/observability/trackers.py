@@ -18,7 +18,8 @@ from typing import Any
 from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
 from controller.observability.ray_metrics import RayMetrics
-from controller.observability.run_folder import Tracker, finite, writing
+from controller.observability.recorded_values import finite
+from controller.observability.run_folder import Tracker, writing
 from workers.errors import ConfigError
 
 

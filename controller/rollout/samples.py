@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from controller.algorithm.validation_metrics import ScoredResponse
-from controller.observability.session_tree import as_recorded
+from controller.observability.recorded_values import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.observability.step_metrics import session_metrics
 from workers.batch.dataproto import ROUTED_EXPERTS, object_column, record_column

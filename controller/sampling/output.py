@@ -23,7 +23,8 @@ from controller.config.sampler import SamplerConfig
 from controller.config.training import path_setting
 from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
-from controller.observability.run_folder import finite, writing
+from controller.observability.recorded_values import finite
+from controller.observability.run_folder import writing
 from controller.sampling.models import Model
 from workers.batch.score import Score
 from workers.engine.requests import SampleResult

@@ -8,8 +8,8 @@ from balancing import CostModel, plan_batch
 from balancing.analysis.lengths_file import plan_record
 from controller.algorithm.validation_metrics import ScoredResponse
 from controller.config import Config, to_yaml
+from controller.observability.recorded_values import as_recorded
 from controller.observability.run_folder import RunWriter
-from controller.observability.session_tree import as_recorded
 from controller.observability.timeline import TimelineRecorder
 from tests.controller.observability.recorded_sessions import FORKED, node
 from workers.model.timing import MicroStepTime

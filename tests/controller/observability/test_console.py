@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.observability.console import Console, LiveLine, SamplingRound
+from controller.observability.recorded_values import as_recorded
 from controller.observability.run_log import run_log
-from controller.observability.session_tree import as_recorded
 from tests.controller.observability.recorded_sessions import FORKED
 
 METRICS = {

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from controller.observability.session_tree import Entry, as_recorded, drawn, entries, headline
+from controller.observability.recorded_values import as_recorded
+from controller.observability.session_tree import Entry, drawn, entries, headline
 from controller.observability.step_metrics import session_metrics
 from tests.controller.observability.recorded_sessions import CHAIN, FORKED, node
 from workers.agents.session import Session
