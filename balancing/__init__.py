@@ -17,8 +17,9 @@
 Read `plan` first. Planning imports neither `analysis` nor `time_model`.
 """
 
-from balancing.analysis.explain import explain
-from balancing.analysis.statistics import plan_statistics
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import CostFit, CostModel
 from balancing.errors import BalancingError
@@ -27,6 +28,10 @@ from balancing.pipelines.pipeline import Pipeline
 from balancing.plan import Plan, plan_batch
 from balancing.search.packing import pack
 from balancing.search.partition import partition
+
+if TYPE_CHECKING:
+    from balancing.analysis.explain import explain
+    from balancing.analysis.statistics import plan_statistics
 
 __all__ = [
     "BalancingError",
@@ -43,3 +48,12 @@ __all__ = [
     "plan_batch",
     "plan_statistics",
 ]
+
+_ANALYSIS = {"explain": "balancing.analysis.explain", "plan_statistics": "balancing.analysis.statistics"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what explains plans at its first use: planning does without."""
+    if name not in _ANALYSIS:
+        raise AttributeError(f"module 'balancing' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ANALYSIS[name]), name)
