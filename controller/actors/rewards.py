@@ -15,12 +15,11 @@ from controller.data.prompts import Prompt
 from controller.engines.engine_calls import cause_of
 from workers.batch.placed_images import Placed
 from workers.batch.remote_batch import stored
-from workers.batch.score import Score, add_environment, check_parts
+from workers.batch.score import TOOL_PARTS, Score, add_environment, check_parts
 from workers.engine.requests import SampleResult
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.roles.reward import RewardWorker, ScoreRequest, texts_of
 from workers.user_code.rewards import MESSAGES, RewardFunction
-from workers.user_code.tools import TOOL_PARTS
 
 # Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
 AGAIN = {"max_restarts": 3, "max_task_retries": 3}

@@ -19,11 +19,9 @@ from controller.observability.shown_text import other_columns, shortened, shown_
 from controller.observability.step_metrics import session_metrics
 from workers.batch.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.batch.remote_batch import IMAGES, RemoteBatch, places, stored
-from workers.batch.score import Score, with_texts
+from workers.batch.score import LONGEST_SENT, TOOL_PARTS, Score, with_texts
 from workers.engine.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.errors import RolloutError, UnfinishedError
-from workers.roles.reward import LONGEST_SENT
-from workers.user_code.tools import TOOL_PARTS
 
 if TYPE_CHECKING:
     from controller.config.sections import RewardConfig

@@ -13,6 +13,9 @@ from workers.errors import DataError, quoted
 LARGEST = 3.4e38  # the largest float32
 OWN_PARTS = {"environment", "agent", "judge", "model", "overlong_penalty", "shaping"}
 OWN_METRICS = {"reward", "mean", "std", "failures", "kl", "kl_coefficient", "greedy"}
+TOOL_PARTS = ("tools/calls", "tools/failed", "tools/seconds")
+"""Parts of an episode's score, which are metrics."""
+LONGEST_SENT = 1_000  # tokens of a response, above which its text stays with its worker
 OWN_NAMES = re.compile(r"(?:pass|maj)@\d+|(?:judge|tools)/.*")
 
 

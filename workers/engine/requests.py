@@ -7,13 +7,15 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workers.batch.placed_images import PlacedImage
 from workers.batch.score import Score
-from workers.environment import Text
+
+if TYPE_CHECKING:
+    from workers.environment import Text
 
 # versions of tokens between turns, and within a turn by a thinking budget
 NOT_SAMPLED = -1
@@ -37,7 +39,7 @@ class EpisodeStart:
     """
 
     record: dict[str, Any]
-    prompt: Text
+    prompt: "Text"
     options: dict[str, Any] = field(default_factory=dict)
     image_key: str = ""
     prompt_key: str = ""

@@ -16,14 +16,13 @@ from typing import Any
 
 import cloudpickle
 
+from workers.batch.score import TOOL_PARTS
 from workers.environment import Observation, Text, Turn
 from workers.errors import EpisodeError, named
 from workers.user_code.environments import EnvironmentPool, RemoteEnvironment, result_of
 from workers.user_code.process import RAISED
 
 CALLER = "workers.user_code.tools:Caller"
-TOOL_PARTS = ("tools/calls", "tools/failed", "tools/seconds")
-"""Parts of an episode's score, which are metrics."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 

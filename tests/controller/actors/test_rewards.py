@@ -13,11 +13,10 @@ from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.rollout.samples import assemble
 from workers.batch.dataproto import DataProto
-from workers.batch.score import Score
+from workers.batch.score import TOOL_PARTS, Score
 from workers.engine.requests import SampleResult
 from workers.errors import DataError
 from workers.user_code.rewards import RewardFunction
-from workers.user_code.tools import TOOL_PARTS
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 LONG = 3_000
