@@ -32,6 +32,18 @@ def test_the_drawing_of_the_rooms_is_the_rule_that_is_checked() -> None:
     assert drawn == [set(re.findall(r"\w+", layer)) for layer in layers]
 
 
+def test_the_spine_has_every_module_of_the_training_engine() -> None:
+    """The contract lists them, because it cannot say "without vision and memory"."""
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    (spine,) = [contract for contract in contracts if contract["name"] == "the spine imports no capability"]
+    listed = [*spine["source_modules"], *spine["forbidden_modules"]]
+    paths = (REPOSITORY / "workers" / "model").glob("[!_]*")
+    modules = {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {name.removeprefix("workers.model.") for name in listed if "workers.model." in name} == modules
+
+
 def test_the_dependency_rule_holds() -> None:
     """ballast -> controller -> workers -> balancing; the rooms of controller; who does without torch, Ray and
     vLLM.
