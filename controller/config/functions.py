@@ -15,9 +15,9 @@ from pathlib import Path
 from symtable import SymbolTable, symtable
 from typing import Any
 
+from workers.batch.score import RAW
 from workers.errors import ConfigError, clause
 from workers.user_code.functions import Signature
-from workers.user_code.rewards import RAW
 from workers.user_code.verl_form import SOLUTION, TRUTH, is_verl_form, sources_of
 
 GIVEN = "callable:"  # prefix of the name, in settings, of a function given to a call

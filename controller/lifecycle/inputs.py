@@ -58,7 +58,7 @@ from controller.observability.slow_work import Log, log_if_slow
 from controller.planning.planner import counted_costs
 from controller.preflight.algorithm_checks import check_keep_best
 from controller.preflight.training_checks import check_caps
-from workers.batch.score import Score
+from workers.batch.score import RAW, Score
 from workers.config.roles import HTTP
 from workers.environment import as_text
 from workers.episodes.parser_names import known_parsers, parsers_of
@@ -68,7 +68,7 @@ from workers.rendering import Messages, Options, Renderer, template_of
 from workers.user_code.environments import Answered, try_environment
 from workers.user_code.functions import Tools, find_class, find_tools
 from workers.user_code.pictures import Pictures
-from workers.user_code.rewards import MESSAGES, RAW, RewardFunction, try_rewards
+from workers.user_code.rewards import MESSAGES, RewardFunction, try_rewards
 from workers.user_code.task_sources import find_verifiers_agent
 
 Chat = tuple[Messages, Options]

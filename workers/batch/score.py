@@ -15,6 +15,7 @@ OWN_PARTS = {"environment", "agent", "judge", "model", "overlong_penalty", "shap
 OWN_METRICS = {"reward", "mean", "std", "failures", "kl", "kl_coefficient", "greedy"}
 TOOL_PARTS = ("tools/calls", "tools/failed", "tools/seconds")
 """Parts of an episode's score, which are metrics."""
+RAW = "response_raw"  # column of reward functions: the response with its special tokens
 LONGEST_SENT = 1_000  # tokens of a response, above which its text stays with its worker
 OWN_NAMES = re.compile(r"(?:pass|maj)@\d+|(?:judge|tools)/.*")
 

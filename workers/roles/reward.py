@@ -16,10 +16,10 @@ import numpy as np
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import PlacedImage
 from workers.batch.remote_batch import fetched
-from workers.batch.score import LONGEST_SENT, Score
+from workers.batch.score import LONGEST_SENT, RAW, Score
 from workers.engine.requests import INSERTED, NOT_SAMPLED
 from workers.user_code.pictures import Pictures
-from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
+from workers.user_code.rewards import Call, RewardFunction, RewardProcess
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from typing import Any
 
 import cloudpickle
 
-from workers.batch.score import Score, as_score, check_parts, weighted
+from workers.batch.score import RAW, Score, as_score, check_parts, weighted
 from workers.errors import BallastError, ConfigError, DataError, named, quoted
 from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
 from workers.user_code.verl_form import is_verl_form, verl_arguments
 
 # These stand among a record's columns, for functions that name them.
-RAW = "response_raw"  # the response with its special tokens
 MESSAGES = "messages"  # of an episode: the chat messages of prompt, policy and environment
 
 
