@@ -1,7 +1,7 @@
 """Ballast under one name: commands for a shell, functions for a notebook, a script or a sweep, and tools.
 
     python -m ballast fit --config mine.yaml         commands: every command by its short name
-    ballast.fit("mine.yaml", reward=mine).summary    training, and functions.py of a tool: commands as functions
+    ballast.fit("mine.yaml", reward=mine).summary    training, functions.py of tools: commands as functions
     doctor/ serve/ replay/ migrate/ planning/ ...    tools, which nothing below imports
 
 It loads `controller` at the first call, so that `import ballast` is instant.

@@ -2,8 +2,8 @@
 
     ballast fit --config mine.yaml  -->  controller.fit.main(["--config", "mine.yaml"])
 
-Command modules are imported only when called, so that the list appears at once. It leaves out the commands of a tool
-whose folder is not there: each folder of ballast/ can be removed as a whole.
+Command modules are imported only when called, so that the list appears at once. It leaves out the commands
+of a tool whose folder is not there: each folder of ballast/ can be removed as a whole.
 """
 
 import difflib

@@ -354,7 +354,7 @@ class Renderer:
     def read_images(
         self, values: Iterable[Any], pixels: tuple[int, int], folder: str, place: str
     ) -> list[Image]:
-        """Read a record's images. folder: of relative paths. Raises ImageError or DataError, naming `place`."""
+        """Read a record's images. folder: of relative paths. Raises ImageError, naming `place`."""
         return [ImageSource(value, place, folder, pixels).image() for value in values]
 
     def expand(self, ids: np.ndarray, images: Sequence[Image], place: str) -> tuple[np.ndarray, Placed]:

@@ -24,8 +24,8 @@ def hashed_places(tokens: int) -> np.ndarray:
 def prefix_hashes(ids: np.ndarray, prompt_tokens: int) -> bytes:
     """Return uint32 numbers, one per entry of `hashed_places`, the same in every process.
 
-    ids: a sample's tokens, int32 [n], or their `workers.batch.placed_images.keys`. A hash is the upper half of
-    sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j, with fixed a_j. Different prefixes collide with a
+    ids: a sample's tokens, int32 [n], or their `workers.batch.placed_images.keys`. A hash is the upper half
+    of sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j, with fixed a_j. Different prefixes collide with a
     probability of about 2^-32.
     """
     places = hashed_places(len(ids) - prompt_tokens) + prompt_tokens
