@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Any
 
 import ray
@@ -24,8 +25,9 @@ from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import absolute
+from controller.config.role_table import LEARNING_ROLES
 from controller.config.sections import RewardConfig
-from controller.config.training import LEARNING, counted
+from controller.config.training import counted
 from controller.data.questions import Questions
 from controller.engines.engine_calls import MakeActor
 from controller.engines.engine_pool import EnginePool
@@ -41,22 +43,10 @@ from workers.engine.requests import WeightLoad
 from workers.errors import BallastError, LostError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.rendering import Renderer
-from workers.roles.base import Worker
-from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker, TeacherWorker
-from workers.roles.policy import OfflinePolicyWorker, PolicyWorker
-from workers.roles.reward_model import RewardModelTrainer, RewardModelWorker
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.user_code.rewards import RewardFunction
 
 ANSWER_SECONDS = 5.0  # wait for facts that are only recorded
-CLASSES: dict[str, type[Worker]] = {
-    "policy": PolicyWorker,
-    "reference": ReferenceWorker,
-    "teacher": TeacherWorker,
-    "critic": CriticWorker,
-    "reward_model": RewardModelWorker,
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ class WorkerGroups:
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        return {role: group for role, group in self.groups.items() if role in LEARNING}
+        return {role: group for role, group in self.groups.items() if role in LEARNING_ROLES}
 
     def scoring(self, samples: int, *, texts: bool = True) -> Scoring:
         """Begin to score groups of `samples`, by the reward functions and then the judge, if there is one.
@@ -308,12 +298,7 @@ class _Launch:
         self.config = config
         self.console = console
         self.roles = only or config.training_roles
-        self.classes = dict(CLASSES)
-        self.total_steps = {"policy": total_steps}
-        if isinstance(config, Config):
-            self.total_steps["critic"] = config.critic_optimizer_steps
-        else:
-            self.classes["policy"] = RewardModelTrainer if config.head == "value" else OfflinePolicyWorker
+        self.total_steps = total_steps
         self.groups: dict[str, WorkerGroup] = {}
         self.bundles = {
             pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))
@@ -337,17 +322,19 @@ class _Launch:
     def group(self, role: str) -> WorkerGroup:
         config = self.config
         request = self.requests[role]
+        spec = config.spec(role)
+        schedule_steps = config.schedule_steps(role, self.total_steps)
         with self.waiting(f"the processes of {role}"):
             group = WorkerGroup(
                 role,
-                self.classes[role],
+                resolve_name(spec.worker),
                 self.bundles[request.pool],
                 Share(request.cpus, request.gpus),
                 dp=config.policy.data_parallel,
                 cp=config.policy.parallel.context_parallel,
                 tp=config.policy.parallel.tensor_parallel,
                 pp=config.policy.parallel.pipeline_parallel,
-                arguments=worker_arguments(config, role, self.total_steps.get(role, 1)),
+                arguments=worker_arguments(config, role, schedule_steps),
                 timeout_s=config.resources.start_timeout_s,
                 collective_timeout_s=config.resources.collective_timeout_s,
             )
@@ -508,7 +495,8 @@ def engine_maker(
 
 def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) -> dict[str, Any]:
     """Return a training role's constructor arguments. total_steps: optimiser steps, if the role learns."""
-    settings = value_of(config, "reward.model" if role == "reward_model" else role)
+    spec = config.spec(role)
+    settings = value_of(config, spec.settings_section)
     models = {name: config.decided(model) for name, model in config.models_of(role).items()}
     arguments = {
         "model": next(iter(models.values())),
@@ -519,7 +507,7 @@ def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) ->
         "parallel": config.policy.parallel,
         "cpu_offload": settings.cpu_offload in (True, "all"),
     }
-    if role in LEARNING:
+    if spec.learns:
         arguments |= {
             "optimizer": replace(
                 settings.optimizer,

@@ -39,14 +39,20 @@ CONDITIONS: Conditions = {
     "several ranks": ("several training ranks", lambda c: c.training_workers > 1),
     "reference": (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
-        lambda c: c.uses_reference,
+        lambda c: c.algorithm.loss.kl_coefficient > 0 or c.algorithm.kl_in_reward.coefficient > 0,
     ),
     "own reference": (
         "a separate reference (with model.lora.rank above 0 that needs reference.path)",
-        lambda c: c.starts_reference,
+        lambda c: c.uses("reference") and (not c.model.lora.rank or bool(c.reference.path)),
     ),
-    "own teacher": ("teacher.path or teacher.paths", lambda c: c.starts_teacher),
-    "a reward model": ("reward.model.path or reward.model.paths", lambda c: c.uses_reward_model),
+    "own teacher": (
+        "teacher.path or teacher.paths",
+        lambda c: c.uses("teacher") and bool(c.teacher.path or c.teacher.paths),
+    ),
+    "a reward model": (
+        "reward.model.path or reward.model.paths",
+        lambda c: bool(c.reward.model.path or c.reward.model.paths),
+    ),
     "discount": (
         "algorithm.gamma below 1 (with gae algorithm.gae.gamma)",
         lambda c: (c.algorithm.gae if c.uses_critic else c.algorithm).gamma < 1,
@@ -67,7 +73,7 @@ CONDITIONS: Conditions = {
     "forward pass": (
         "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a teacher, a critic or a "
         "reward model",
-        lambda c: c.has_forward_pass or len(c.training_roles) > 1 or c.uses_reference or c.uses_teacher,
+        lambda c: c.has_forward_pass or len(c.used_roles) > 1,
     ),
 }
 """Conditions by name, which a command's schema may replace."""

@@ -5,10 +5,11 @@ PreferencesConfig     controller.preferences    pairs of a chosen and a rejected
 RewardTrainingConfig  controller.reward_model   such pairs, scored responses, or responses with labelled steps
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from controller.config.conditions import CONDITIONS, FORWARD_PASSES
+from controller.config.role_table import POLICY, REFERENCE, section_conditions
 from controller.config.sections import (
     IMAGE_KEY,
     BalanceConfig,
@@ -26,6 +27,9 @@ from workers.config.roles import (
     SupervisedLossConfig,
     setting,
 )
+
+OFFLINE_POLICY = replace(POLICY, worker="workers.roles.policy:OfflinePolicyWorker")
+REWARD_POLICY = replace(POLICY, worker="workers.roles.reward_model:RewardModelTrainer", head="value")
 
 
 @dataclass
@@ -204,6 +208,7 @@ class RewardLossConfig:
 class OfflineConfig(TrainingConfig):
     """Settings of all commands. Each redeclares batch and loss, which only keep their position here."""
 
+    role_table = (OFFLINE_POLICY,)
     only_with = (("data.validation", "validation"),)
 
     run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
@@ -284,11 +289,12 @@ class PreferencesConfig(OfflineConfig):
     """All settings of preference optimisation."""
 
     conditions = CONDITIONS | {
-        "reference": ("loss.name=dpo or ipo", lambda c: c.uses_reference),
+        "reference": ("loss.name=dpo or ipo", lambda c: c.loss.name != "simpo"),
         **dict.fromkeys(FORWARD_PASSES, ("", lambda c: True)),
     }
 
-    only_with = (("reference", "reference"),)
+    role_table = (OFFLINE_POLICY, REFERENCE)
+    only_with = section_conditions(role_table)
 
     data: PreferencesDataConfig = field(default_factory=PreferencesDataConfig)
     batch: PairBatchConfig = field(default_factory=PairBatchConfig)
@@ -312,10 +318,6 @@ class PreferencesConfig(OfflineConfig):
     def sequences_per_record(self) -> int:
         return 2
 
-    @property
-    def uses_reference(self) -> bool:
-        return self.loss.name != "simpo"
-
 
 @dataclass
 class RewardTrainingConfig(OfflineConfig):
@@ -324,7 +326,7 @@ class RewardTrainingConfig(OfflineConfig):
     conditions = CONDITIONS | dict.fromkeys(
         FORWARD_PASSES, ("loss.name=bradley_terry or data.validation", lambda c: c.has_forward_pass)
     )
-    head = "value"
+    role_table = (REWARD_POLICY,)
 
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     batch: RecordBatchConfig = field(default_factory=RecordBatchConfig)

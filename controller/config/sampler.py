@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
+from controller.config.role_table import REWARD_MODEL
 from controller.config.schema import Config
 from controller.config.sections import VALIDATED_ALIKE, AlgorithmConfig, BatchConfig, DataConfig
 from workers.config.roles import SamplingConfig
@@ -42,14 +43,11 @@ class SamplerConfig(Config):
     writes_tokens = False
     needs_reward = False
     without_effect = OF_TRAINING
+    role_table = (REWARD_MODEL,)
 
     @property
     def first_prompts(self) -> int:
         return 0
-
-    @property
-    def _used_roles(self) -> list[str]:
-        return ["reward_model"] if self.uses_reward_model else []
 
     @property
     def rollout_placement(self) -> str:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from controller.config.file import read, settings, value_of
 from controller.config.functions import absolute
+from controller.config.role_table import ROLES, section_conditions
 from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
@@ -47,12 +48,8 @@ Schema = TypeVar("Schema", bound=TrainingConfig)
 class Config(TrainingConfig):
     """All settings of a run, and values derived from them."""
 
-    only_with = (
-        ("reference", "reference"),
-        ("algorithm.loss.distillation.coefficient above 0", "teacher"),
-        ("algorithm.advantage=gae", "critic"),
-        ("data.validation", "validation"),
-    )
+    role_table = tuple(ROLES.values())
+    only_with = (*section_conditions(role_table), ("data.validation", "validation"))
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -223,39 +220,6 @@ class Config(TrainingConfig):
         return self.policy.optimizer.total_steps or learning * self.updates_per_step
 
     @property
-    def critic_optimizer_steps(self) -> int:
-        """Optimiser steps of the critic's learning rate schedule."""
-        return self.critic.optimizer.total_steps or self.run.steps * self.updates_per_step
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
-
-    @property
-    def uses_teacher(self) -> bool:
-        return self.algorithm.loss.distillation.coefficient > 0
-
-    @property
-    def starts_teacher(self) -> bool:
-        return self.uses_teacher and bool(self.teacher.path or self.teacher.paths)
-
-    @property
-    def teacher_model(self) -> ModelConfig:
-        """Teacher, or the first of several."""
-        path = self.teacher.path or next(iter(self.teacher.paths.values()), "")
-        return self.model.of_another_role(path) if path else self.model
-
-    def models_of(self, role: str) -> dict[str, ModelConfig]:
-        several = {"teacher": self.teacher.paths, "reward_model": self.reward.model.paths}.get(role, {})
-        return {
-            name: self.model.of_another_role(path) for name, path in several.items()
-        } or super().models_of(role)
-
-    @property
-    def uses_critic(self) -> bool:
-        return self.algorithm.advantage == "gae"
-
-    @property
     def uses_token_returns(self) -> bool:
         """Whether each token has its own advantage, from future rewards, without a critic."""
         algorithm = self.algorithm
@@ -284,16 +248,6 @@ class Config(TrainingConfig):
         return automatic if self.rollout.history == "auto" else self.rollout.history
 
     @property
-    def uses_reward_model(self) -> bool:
-        return bool(self.reward.model.path or self.reward.model.paths)
-
-    @property
-    def reward_model(self) -> ModelConfig:
-        """Reward model, or the first of several: model.* with its path."""
-        path = self.reward.model.path or next(iter(self.reward.model.paths.values()), "")
-        return self.model.of_another_role(path)
-
-    @property
     def uses_judge(self) -> bool:
         return bool(self.reward.judge.model)
 
@@ -317,11 +271,6 @@ class Config(TrainingConfig):
         placement = "apart" if self.uses_gpus else "shared_memory"
         rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **options)
         return replace(self, model=self.judge_model, rollout=rollout, reward=RewardConfig())
-
-    @property
-    def critic_model(self) -> ModelConfig:
-        """Critic's model: model.* with critic.path if set, without adapters."""
-        return self.model.of_another_role(self.critic.path)
 
     @property
     def rollout_placement(self) -> str:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from controller.config.conditions import CONDITIONS
+from controller.config.conditions import CONDITIONS, holds
 from controller.config.file import value_of
 from controller.config.model_files import read_model_files
+from controller.config.role_table import POLICY, ROLES, RoleSpec
+from controller.config.role_table import path_setting as path_setting
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 
@@ -21,26 +23,6 @@ from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 def counted(number: int, noun: str) -> str:
     """Write a number with its noun: `1 engine`, `2 engines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-LEARNING = ("policy", "critic")
-"""Roles with an optimiser."""
-PASSES = {
-    "policy.update": ("policy.max",),
-    "policy.log_probs": ("policy.forward_max", "policy.max"),
-    "reference.log_probs": ("reference.forward_max", "policy.max"),
-    "teacher.log_probs": ("teacher.forward_max", "policy.max"),
-    "critic.update": ("critic.max", "policy.max"),
-    "critic.values": ("critic.forward_max", "critic.max", "policy.max"),
-    "reward_model.scores": ("reward.model.max", "policy.max"),
-}
-"""Passes over a batch, by role, with the settings that cap their micro-batches. The first above 0 counts."""
-
-
-def path_setting(role: str, name: str = "") -> str:
-    """Return the setting that names a role's model, or one of its several models."""
-    section = {"policy": "model", "reward_model": "reward.model"}.get(role, role)
-    return f"{section}.paths.{name}" if name else f"{section}.path"
 
 
 @dataclass(frozen=True)
@@ -74,9 +56,9 @@ class TrainingConfig:
 
     # Facts about the command.
     conditions = CONDITIONS
+    role_table: tuple[RoleSpec, ...] = (POLICY,)
     is_described = False  # by --cluster: models and data may be on another machine
     described_gpus = 0
-    head = "lm"  # of the trained model, see `TrainingEngine`
     default_name = ""  # of a run without run.name, made unique by a number after it
 
     @property
@@ -111,16 +93,10 @@ class TrainingConfig:
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
         return {
-            name: self._limits(name, keys)
-            for name, keys in PASSES.items()
-            if name.partition(".")[0] in self._used_roles
+            f"{role}.{call}": self._limits(f"{role}.{call}", caps)
+            for role in self.used_roles
+            for call, caps in self.spec(role).passes.items()
         }
-
-    @property
-    def _used_roles(self) -> list[str]:
-        used = {"policy": True, "reference": self.uses_reference, "teacher": self.uses_teacher}
-        used |= {"critic": self.uses_critic, "reward_model": self.uses_reward_model}
-        return [role for role in used if used[role]]
 
     def _limits(self, name: str, keys: tuple[str, ...]) -> Limits:
         tokens, sequences = (
@@ -134,47 +110,62 @@ class TrainingConfig:
         cap = f"{keys[0]}_tokens_per_micro_batch"
         return Limits(cap, tokens, sequences, patches, least, layout, self._multiple(multiple))
 
-    @property
-    def uses_reference(self) -> bool:
-        return False
+    def spec(self, role: str) -> RoleSpec:
+        """Return a role's row in the table, as this command has it."""
+        specs = {spec.name: spec for spec in self.role_table}
+        return specs[role] if role in specs else ROLES[role]
+
+    def uses(self, role: str) -> bool:
+        """Whether the run computes with a role, on ranks of its own or by the policy."""
+        spec = self.spec(role)
+        return spec in self.role_table and (not spec.used_with or holds(self, spec.used_with))
+
+    def starts(self, role: str) -> bool:
+        """Whether a role has ranks of its own, and is not the policy without adapters or with other context."""
+        started_with = self.spec(role).started_with
+        return self.uses(role) and (not started_with or holds(self, started_with))
 
     @property
-    def uses_teacher(self) -> bool:
-        """Whether the policy learns from a teacher's distributions."""
-        return False
-
-    @property
-    def starts_teacher(self) -> bool:
-        """Whether teachers are a role of their own, and not the policy with privileged context."""
-        return self.uses_teacher
-
-    @property
-    def uses_critic(self) -> bool:
-        """Whether advantages come from a critic."""
-        return False
-
-    @property
-    def uses_reward_model(self) -> bool:
-        """Whether a model's score is part of the reward."""
-        return False
-
-    @property
-    def starts_reference(self) -> bool:
-        """Whether the reference is a separate role. With adapters, the reference is the policy
-        without them.
-        """
-        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
-
-    @property
-    def reference_model(self) -> ModelConfig:
-        """Reference model: model.* without adapters, with reference.path if set."""
-        return self.model.of_another_role(self.reference.path)
+    def used_roles(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.role_table if self.uses(spec.name))
 
     @property
     def training_roles(self) -> tuple[str, ...]:
         """Roles that share the bundles of the training pool, rank by rank."""
-        starts = {"reference": self.starts_reference, "teacher": self.starts_teacher}
-        return tuple(role for role in self._used_roles if starts.get(role, True))
+        return tuple(spec.name for spec in self.role_table if self.starts(spec.name))
+
+    def schedule_steps(self, role: str, of_policy: int = 1) -> int:
+        """Return the optimiser steps of a role's learning rate schedule. of_policy: the policy's, which some
+        commands know only with their data.
+        """
+        steps_of = self.spec(role).schedule_steps
+        return steps_of(self) if steps_of else of_policy
+
+    # Roles by name, where code is about one of them. A new role needs none of these.
+    @property
+    def uses_reference(self) -> bool:
+        return self.uses("reference")
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.uses("teacher")
+
+    @property
+    def starts_teacher(self) -> bool:
+        return self.starts("teacher")
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.uses("critic")
+
+    @property
+    def uses_reward_model(self) -> bool:
+        return self.uses("reward_model")
+
+    @property
+    def head(self) -> str:
+        """Head of the trained model, see `TrainingEngine`."""
+        return self.spec("policy").head
 
     @property
     def colocated_engines(self) -> tuple[int, int]:
@@ -276,22 +267,21 @@ class TrainingConfig:
     def model_paths(self) -> dict[str, str]:
         """Paths of the run's models, by setting."""
         paths = {
-            path_setting(role, name): model.path
+            self.spec(role).path_setting(name): model.path
             for role in self.training_roles
             for name, model in self.models_of(role).items()
         }
         return {"model.path": self.model.path, **paths}
 
     def models_of(self, role: str) -> dict[str, ModelConfig]:
-        """Return a training role's models by name: one without a name, or several."""
-        return {"": self.model_of(role)}
+        """Return a role's models by name: one without a name, or several. The policy stands in for a role
+        without ranks of its own.
+        """
+        return self.spec(role).models(self) if role != "policy" and self.starts(role) else {"": self.model}
 
     def model_of(self, role: str) -> ModelConfig:
-        """Return the model of a training role, such as `policy`."""
-        if role == "policy":
-            return self.model
-        model: ModelConfig = getattr(self, role if role.endswith("_model") else f"{role}_model")
-        return model
+        """Return a role's model, or the first of several."""
+        return next(iter(self.models_of(role).values()))
 
     @property
     def device(self) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.model_files import positions, read_model_files, weight_bytes
+from controller.config.role_table import LEARNING_ROLES, path_setting
 from controller.config.sampler import SamplerConfig
-from controller.config.training import LEARNING, path_setting
 from controller.preflight.engine_checks import response_limit, samplings
 from workers.config.loss import DistillationConfig
 from workers.config.roles import ModelConfig
@@ -92,7 +92,7 @@ def check_models(config: TrainingConfig) -> None:
 
 def _check_optimizers(config: TrainingConfig) -> None:
     """Try custom optimisers and schedules."""
-    for role in (role for role in LEARNING if role in config.training_roles):
+    for role in (role for role in LEARNING_ROLES if role in config.training_roles):
         optimizer = value_of(config, f"{role}.optimizer")
         total = max(optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1)
         names = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]

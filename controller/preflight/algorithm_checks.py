@@ -221,7 +221,7 @@ def check_critic(config: Config) -> None:
             f"critic.warmup_steps={config.critic.warmup_steps}: the policy learns in no step of "
             f"run.steps={config.run.steps}. Lower it."
         )
-    check_optimizer(config, "critic", config.critic_optimizer_steps, OPTIMIZER_STEPS)
+    check_optimizer(config, "critic", config.schedule_steps("critic"), OPTIMIZER_STEPS)
 
 
 COUNTED = re.compile(r"(?:.*/)?(?:pass|maj)@\d+")

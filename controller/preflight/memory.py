@@ -27,7 +27,7 @@ from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import source_file
 from controller.config.model_files import ModelFiles, read_model_files
-from controller.config.training import LEARNING, path_setting
+from controller.config.role_table import LEARNING_ROLES, path_setting
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
 from workers.config.model import ATTENTION_KEPT, LIGHTER
@@ -206,7 +206,7 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         "description": description,
         "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
         "head": config.head if role == "policy" else "value" if role in ("critic", "reward_model") else "lm",
-        "trains": role in LEARNING,
+        "trains": role in LEARNING_ROLES,
         "tokens": {
             call: limits.max_tokens * sharing
             for name, limits in config.limits.items()
@@ -218,7 +218,7 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         "optimizer": {
             name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")
         }
-        if role in LEARNING
+        if role in LEARNING_ROLES
         else {},
         "images": _images(config, files, role),
     }
@@ -418,7 +418,9 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
         key = f"{_section(largest)}.cpu_offload"
-        possible = value_of(config, f"{largest}.optimizer").offloads if largest in LEARNING else ("true",)
+        possible = (
+            value_of(config, f"{largest}.optimizer").offloads if largest in LEARNING_ROLES else ("true",)
+        )
         options = (
             possible[possible.index(now) + 1 :] if (now := value_of(config, key)) in possible else possible
         )

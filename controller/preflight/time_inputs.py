@@ -15,7 +15,7 @@ import numpy as np
 from balancing.time_model import Layout, Machine, ModelShape, Workload, machine_named
 from balancing.time_model.memory import Needs
 from controller.config import Config, TrainingConfig
-from controller.config.training import LEARNING
+from controller.config.role_table import LEARNING_ROLES
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import FIGURES, Cluster
 from workers.config.model import ATTENTION_KEPT, RECOMPUTED
@@ -39,7 +39,7 @@ def shape_of(config: TrainingConfig) -> ModelShape:
 def needs_of(config: TrainingConfig) -> Needs:
     """Count the models of a run's training roles, all of the policy's size."""
     models = {role: len(config.models_of(role)) for role in config.training_roles}
-    trained = sum(count for role, count in models.items() if role in LEARNING)
+    trained = sum(count for role, count in models.items() if role in LEARNING_ROLES)
     longest = config.max_model_tokens if isinstance(config, Config) else 1
     return Needs(trained, sum(models.values()) - trained, config.model.chunk_tokens("cuda"), longest)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from controller.actors.worker_group import WorkerGroup
 from controller.config import Config
-from controller.config.training import path_setting
+from controller.config.role_table import path_setting
 from controller.planning.planner import Planner
 from controller.rollout.samples import RolloutBatch
 from workers.errors import RolloutError

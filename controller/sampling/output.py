@@ -19,8 +19,8 @@ from controller.config.file import value_of
 from controller.config.functions import source_file
 from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
 from controller.config.python_rewards import GivenFunctions
+from controller.config.role_table import path_setting
 from controller.config.sampler import SamplerConfig
-from controller.config.training import path_setting
 from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
 from controller.observability.recorded_values import finite

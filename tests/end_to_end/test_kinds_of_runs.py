@@ -178,7 +178,7 @@ def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(settings: list[st
     overrides += ["reward.function=''", f"rollout.environment={file}:Halves", RATE]
     overrides += ["model.lora.rank=4", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2"]
     run = run_loop(overrides)
-    assert not run.config.starts_reference
+    assert not run.config.starts("reference")
     steps = run.outcome.steps
     assert 0 < steps[0]["policy/reference_kl"] < steps[1]["policy/reference_kl"]
     for step in steps:

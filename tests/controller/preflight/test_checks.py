@@ -369,14 +369,14 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
 def test_what_is_a_critic_leaves_at_zero_follows_the_policy(workspace: Path) -> None:
     config = load("config.yaml", ["algorithm.advantage=gae", "critic.warmup_steps=4", "model.lora.rank=8"])
     assert [config.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [4096, 4096]
-    assert (config.total_optimizer_steps, config.critic_optimizer_steps) == (12, 20)
-    assert (config.critic_model.path, config.critic_model.lora.rank) == ("model", 0)
+    assert (config.total_optimizer_steps, config.schedule_steps("critic")) == (12, 20)
+    assert (config.model_of("critic").path, config.model_of("critic").lora.rank) == ("model", 0)
     told = load(
         "config.yaml",
         ["algorithm.advantage=gae", "critic.max_tokens_per_micro_batch=5000", "critic.path=other"],
     )
     assert [told.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [5000, 5000]
-    assert told.critic_model.path == "other"
+    assert told.model_of("critic").path == "other"
 
 
 def test_the_dry_run_shows_the_critic(workspace: Path) -> None:
@@ -406,7 +406,10 @@ def test_a_reward_model_may_stand_alone(workspace: Path) -> None:
     check(alone)
     assert alone.reward.weights == {}
     assert alone.training_roles == ("policy", "reward_model")
-    assert (alone.reward_model.path, alone.limits["reward_model.scores"].max_tokens) == ("judge", 4096)
+    assert (alone.model_of("reward_model").path, alone.limits["reward_model.scores"].max_tokens) == (
+        "judge",
+        4096,
+    )
 
 
 def test_wrong_settings_of_one_check_come_together_and_a_fault_of_another_hides_none(

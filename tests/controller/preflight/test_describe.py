@@ -254,7 +254,7 @@ def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
     assert {limits.max_tokens for limits in config.limits.values()} == {4096}
     assert config.max_model_tokens == 96
     assert config.total_optimizer_steps == 20
-    assert config.reference_model == config.model
+    assert config.model_of("reference") == config.model
     overrides = [
         kl,
         "policy.forward_max_tokens_per_micro_batch=5000",
@@ -267,4 +267,4 @@ def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
     assert [limits.max_tokens for limits in told.limits.values()] == [4096, 5000, 6000]
     assert told.max_model_tokens == 128
     assert told.total_optimizer_steps == 7
-    assert (told.reference_model.path, told.reference_model.dtype) == ("other", "auto")
+    assert (told.model_of("reference").path, told.model_of("reference").dtype) == ("other", "auto")
