@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.model_files import positions, read_model_files, weight_bytes
-from controller.config.role_table import LEARNING_ROLES, path_setting
 from controller.config.sampler import SamplerConfig
 from controller.preflight.engine_checks import response_limit, samplings
 from workers.config.loss import DistillationConfig
@@ -52,11 +51,11 @@ class Role:
 
 def _roles(config: TrainingConfig) -> list[Role]:
     """Return the models of the training roles, each once."""
-    heads = {"policy": config.head, "critic": "value", "reward_model": "value"}
+    specs = [config.spec(role) for role in config.training_roles]
     roles = [
-        Role(path_setting(role, name), model, heads.get(role, "lm"), role != "reward_model")
-        for role in config.training_roles
-        for name, model in config.models_of(role).items()
+        Role(spec.path_setting(name), model, spec.head, spec.takes_new_head)
+        for spec in specs
+        for name, model in config.models_of(spec.name).items()
     ]
     return list({(role.model.path, role.head): role for role in reversed(roles)}.values())[::-1]
 
@@ -92,12 +91,13 @@ def check_models(config: TrainingConfig) -> None:
 
 def _check_optimizers(config: TrainingConfig) -> None:
     """Try custom optimisers and schedules."""
-    for role in (role for role in LEARNING_ROLES if role in config.training_roles):
-        optimizer = value_of(config, f"{role}.optimizer")
+    specs = [config.spec(role) for role in config.training_roles]
+    for section in [spec.settings_section for spec in specs if spec.learns]:
+        optimizer = value_of(config, f"{section}.optimizer")
         total = max(optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1)
         names = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
         for name in names[:1]:  # a trial is of both
-            key = f"{role}.optimizer.{name}"
+            key = f"{section}.optimizer.{name}"
             timeout_s = config.resources.user_code_timeout_s
             check_optimizer(key, getattr(optimizer, name), optimizer, total, timeout_s=timeout_s)
 

@@ -27,7 +27,7 @@ from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import source_file
 from controller.config.model_files import ModelFiles, read_model_files
-from controller.config.role_table import LEARNING_ROLES, path_setting
+from controller.config.role_table import RoleSpec
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
 from workers.config.model import ATTENTION_KEPT, LIGHTER
@@ -190,9 +190,9 @@ def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[st
 def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     from workers.model.rules.model_rules import compiles
 
-    key = path_setting(role, name)
+    spec = config.spec(role)
     model = config.models_of(role)[name]
-    files = read_model_files(model.path, key)
+    files = read_model_files(model.path, spec.path_setting(name))
     description = dict(files.description)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
     settings["compile"] = (
@@ -205,20 +205,20 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     return {
         "description": description,
         "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
-        "head": config.head if role == "policy" else "value" if role in ("critic", "reward_model") else "lm",
-        "trains": role in LEARNING_ROLES,
+        "head": spec.head,
+        "trains": spec.learns,
         "tokens": {
             call: limits.max_tokens * sharing
-            for name, limits in config.limits.items()
-            for pass_role, _, call in [name.partition(".")]
-            if pass_role == role
+            for call in spec.passes
+            if (limits := config.limits.get(f"{role}.{call}"))
         },
         "cpu_offload": _is_offloaded(config, role),
         "optimizer_offload": _offloads_optimizer(config, role),
         "optimizer": {
-            name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")
+            option: value_of(config, f"{spec.settings_section}.optimizer.{option}")
+            for option in ("name", "function", "momentum")
         }
-        if role in LEARNING_ROLES
+        if spec.learns
         else {},
         "images": _images(config, files, role),
     }
@@ -240,16 +240,16 @@ def _images(config: TrainingConfig, files: ModelFiles, role: str) -> dict[str, A
 
 
 def _is_offloaded(config: TrainingConfig, role: str) -> bool:
-    return value_of(config, f"{_section(role)}.cpu_offload") in (True, "all")
+    return value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") in (True, "all")
 
 
 def _offloads_optimizer(config: TrainingConfig, role: str) -> bool:
-    return bool(value_of(config, f"{_section(role)}.cpu_offload") == "optimizer")
+    return bool(value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") == "optimizer")
 
 
-def _section(role: str) -> str:
-    """Return the section of settings of a role, which may be followed by the name of one of its models."""
-    return role.partition(" ")[0].replace("reward_model", "reward.model")
+def _spec(config: TrainingConfig, measured: str) -> RoleSpec:
+    """Return the role of a measured model: a role's name, which one of its models' may follow."""
+    return config.spec(measured.partition(" ")[0])
 
 
 def _cache_file(trace_request: Mapping[str, Any]) -> Path:
@@ -417,9 +417,10 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
-        key = f"{_section(largest)}.cpu_offload"
+        spec = _spec(config, largest)
+        key = f"{spec.settings_section}.cpu_offload"
         possible = (
-            value_of(config, f"{largest}.optimizer").offloads if largest in LEARNING_ROLES else ("true",)
+            value_of(config, f"{spec.settings_section}.optimizer").offloads if spec.learns else ("true",)
         )
         options = (
             possible[possible.index(now) + 1 :] if (now := value_of(config, key)) in possible else possible

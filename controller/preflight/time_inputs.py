@@ -15,7 +15,6 @@ import numpy as np
 from balancing.time_model import Layout, Machine, ModelShape, Workload, machine_named
 from balancing.time_model.memory import Needs
 from controller.config import Config, TrainingConfig
-from controller.config.role_table import LEARNING_ROLES
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import FIGURES, Cluster
 from workers.config.model import ATTENTION_KEPT, RECOMPUTED
@@ -39,7 +38,7 @@ def shape_of(config: TrainingConfig) -> ModelShape:
 def needs_of(config: TrainingConfig) -> Needs:
     """Count the models of a run's training roles, all of the policy's size."""
     models = {role: len(config.models_of(role)) for role in config.training_roles}
-    trained = sum(count for role, count in models.items() if role in LEARNING_ROLES)
+    trained = sum(count for role, count in models.items() if config.spec(role).learns)
     longest = config.max_model_tokens if isinstance(config, Config) else 1
     return Needs(trained, sum(models.values()) - trained, config.model.chunk_tokens("cuda"), longest)
 
@@ -105,15 +104,15 @@ def workload_of(config: Config, responses: Sequence[int], prompts: Sequence[int]
     count = config.batch.prompts_per_step
     sampled = rng.permutation(_spread(responses, config.sequences_per_step))
     prompt_tokens = np.repeat(rng.permutation(_spread(prompts, count)), config.rollout.samples_per_prompt)
-    passes = (config.has_forward_pass, config.uses_reference, config.uses_teacher, config.uses_critic)
+    other_roles = [config.spec(role) for role in config.used_roles if role != "policy"]
     return Workload(
         prompt_tokens,
         np.maximum(1, np.minimum(sampled, config.longest_response)),
         config.rollout.samples_per_prompt,
         updates=config.updates_per_step,
         epochs=config.batch.epochs,
-        forward_passes=sum(passes) + config.uses_reward_model,
-        trained_models=1 + config.uses_critic,
+        forward_passes=config.has_forward_pass + len(other_roles),
+        trained_models=1 + sum(spec.learns for spec in other_roles),
         reward_workers=config.reward.workers,
     )
 
