@@ -85,8 +85,9 @@ class Run(TrainingRun[Config]):
 
     def save_models(self) -> None:
         super().save_models()
-        if self.roles.critic is not None:
-            self.roles.critic.save_pretrained(str(self.folder / "critic"))
+        for role, group in self.roles.trained.items():
+            if role != "policy":
+                group.save_pretrained(str(self.folder / role))
 
     def save(self, name: str) -> None:
         """Let colocated engines sleep first, because gathering needs memory."""

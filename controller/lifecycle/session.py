@@ -28,6 +28,7 @@ from controller.actors.layout import idle_gpus, reserved
 from controller.checkpoints.progress import checkpoints_at
 from controller.checkpoints.run_lock import locked
 from controller.config import TrainingConfig, to_yaml
+from controller.config.role_table import LEARNING_ROLES
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.interrupts import heeded, in_main_thread
 from controller.lifecycle.local_ray import ray_folder, started_apart
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Settings = TypeVar("Settings", bound=TrainingConfig)
 
-BESIDE = ("adapters", "critic")  # the model, in a repository of the hub
+BESIDE = ("adapters", *(role for role in LEARNING_ROLES if role != "policy"))
+"""Folders of a run that a repository of the hub gets beside the model."""
 
 
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
