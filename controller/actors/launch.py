@@ -345,9 +345,8 @@ class _Launch:
     def judge_engines(self) -> EnginePool | None:
         """Start the engines of a judge that has its own."""
         assert isinstance(self.config, Config)
-        judge_config = self.config.judge_engines
+        judge_config = self.config.other_engines.get("judge")
         resources = self.config.resources
-        make = None
         if judge_config is None:
             return None
         make = engine_maker(judge_config, self.bundles, self.requests["judge"], [], b"")

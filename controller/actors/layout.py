@@ -4,7 +4,7 @@ starts it.
     training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
     rollout pool     one bundle for each engine             with separate GPUs if rollout.placement is apart
                      none if colocated                      engine i shares the tp ranks from i*tp on
-    judge pool       one bundle for each engine of a judge, with separate GPUs
+    other pools      one bundle for each engine of another role, with separate GPUs
     no pool                                                 reward workers, wherever there is room
 
 The bundles of a pool are equal, so any bundle suits any rank. `placement` assigns them once Ray has put them
@@ -83,11 +83,11 @@ def reserved_by_engine(config: Config) -> float:
 def pools(config: TrainingConfig) -> list[Pool]:
     """Return everything that is reserved, training first because its groups need whole nodes."""
     training = training_pool(config) if config.training_roles else None
-    judge = (
-        rollout_pool(config.judge_engines) if isinstance(config, Config) and config.judge_engines else None
-    )
-    candidates = (training, rollout_pool(config), replace(judge, name="judge") if judge else None)
-    return [pool for pool in candidates if pool is not None]
+    other_pools = []
+    for role, engine_config in (config.other_engines if isinstance(config, Config) else {}).items():
+        if pool := rollout_pool(engine_config):
+            other_pools.append(replace(pool, name=role))
+    return [pool for pool in (training, rollout_pool(config), *other_pools) if pool is not None]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
@@ -101,15 +101,13 @@ def role_requests(config: TrainingConfig) -> list[RoleRequest]:
 def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
     gpus = reserved_by_engine(config)
     pool = "training" if config.rollout_placement == "colocated" else "rollout"
-    judge_config = config.judge_engines
-    judge = []
-    if judge_config:
-        judge = [RoleRequest("judge", judge_config.engines, cpus, reserved_by_engine(judge_config), "judge")]
-    parsers = 1 if config.uses_judge else 0  # of the judge's answers
     return [
         RoleRequest("rollout", config.engines, cpus, gpus, pool),
-        *judge,
-        RoleRequest("reward", config.reward.workers + parsers, cpus, 0.0, ""),
+        *(
+            RoleRequest(role, engine_config.engines, cpus, reserved_by_engine(engine_config), role)
+            for role, engine_config in config.other_engines.items()
+        ),
+        RoleRequest("reward", config.reward_actors, cpus, 0.0, ""),
     ]
 
 

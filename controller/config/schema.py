@@ -258,11 +258,11 @@ class Config(TrainingConfig):
         return self.model.of_another_role(judge.model) if judge.has_engines else self.model
 
     @property
-    def judge_engines(self) -> "Config | None":
-        """Settings of the judge's own engines, as if they were a policy's, or None."""
+    def other_engines(self) -> dict[str, "Config"]:
+        """Settings of engines besides the policy's, by role, as if they were a policy's."""
         judge = self.reward.judge
         if not judge.has_engines:
-            return None
+            return {}
         options = {
             name: getattr(judge, name) for name in ("replicas", "tensor_parallel", "sampling", "engine")
         }
@@ -270,7 +270,12 @@ class Config(TrainingConfig):
         options |= {name: getattr(self.rollout, name) for name in shared}
         placement = "apart" if self.uses_gpus else "shared_memory"
         rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **options)
-        return replace(self, model=self.judge_model, rollout=rollout, reward=RewardConfig())
+        return {"judge": replace(self, model=self.judge_model, rollout=rollout, reward=RewardConfig())}
+
+    @property
+    def reward_actors(self) -> int:
+        """Reward workers, with the one that reads a judge's answers."""
+        return self.reward.workers + self.uses_judge
 
     @property
     def rollout_placement(self) -> str:
