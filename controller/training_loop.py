@@ -85,7 +85,7 @@ class TrainingRun(ABC, Generic[Settings]):
     """A run in progress. Steps read it, and change its models through their parts.
 
     record: receives events, and cannot change them. planner: assigns sequences to ranks. progress: state
-    after the last complete step, replaced only by `advance`. last_step: number of steps.
+    after the last complete step, replaced only by `end_step`. last_step: number of steps.
     """
 
     def __init__(self, config: Settings, session: Session, *, steps: int, cost_model: CostModel) -> None:
@@ -169,7 +169,9 @@ def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ())
                     with run.record.step(number, run.last_step):
                         step(run)
                         run.step_finished()
-                    _complete_step(run, number, rows, callbacks)
+                    metrics = run.measure()
+                    rows.append(run.record.metrics)
+                    end_step(run, metrics, callbacks, validates=_validation_is_due(run, number))
             except StopTraining:
                 run.record.console.log(f"a callback has ended the run after step {run.progress.step}")
             run.save_models()
@@ -189,34 +191,47 @@ def _before_first_step(run: TrainingRun[Any], callbacks: Sequence[Callback]) -> 
     scores = run.validate(0) if run.config.validation.at_start else {}
     run.record.add(prefixed("validation", scores))
     raised = _call(run, 0, callbacks) if scores else None
-    advance(run, 0, scores)
+    _advance(run, 0, scores)
     run.record.writer.step(0, run.record.metrics)
     run.record.write_timeline(0)
     if raised is not None:
         raise raised
 
 
-def _complete_step(
-    run: TrainingRun[Any], number: int, rows: list[dict[str, float]], callbacks: Sequence[Callback]
-) -> None:
-    run.record.add(run.measure() | {"checkpoint/failures": float(run.checkpoints.failures)})
+def _validation_is_due(run: TrainingRun[Any], number: int) -> bool:
     every = run.config.validation.every
+    return number == run.last_step or bool(every and number % every == 0)
+
+
+def end_step(
+    run: TrainingRun[Any],
+    metrics: dict[str, float],
+    callbacks: Sequence[Callback] = (),
+    *,
+    validates: bool = False,
+) -> None:
+    """Record a step that was made, and save what is due. Training, replay and a loop of one's own call it.
+
+    metrics: of the whole step, added to those of its parts. validates: whether to validate first. Raises the
+    exception of a callback, once the step is recorded and saved.
+    """
+    number = run.number
+    run.record.add(metrics | {"checkpoint/failures": float(run.checkpoints.failures)})
     scores = run.progress.latest
-    if number == run.last_step or (every and number % every == 0):
+    if validates:
         scores = run.validate(number)
         run.record.add(prefixed("validation", scores))
     raised = _call(run, number, callbacks)
-    rows.append(run.record.metrics)
     run.record.end_step(number, run.last_step)
-    advance(run, number, scores)
-    save_what_is_due(run, number)
+    _advance(run, number, scores)
+    _save_what_is_due(run, number)
     run.record.write_timeline(number)
     run.interrupts.release()
     if raised is not None:
         raise raised
 
 
-def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
+def _advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
     """Set `run.progress` to the state after `step`. scores: of the last validation."""
     scores_before = run.progress.before if step else scores
     state = run.state()
@@ -224,7 +239,7 @@ def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
     run.progress = replace(run.progress, step=step, before=scores_before, latest=scores, refit=refit, **state)
 
 
-def save_what_is_due(run: TrainingRun[Any], step: int) -> None:
+def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
     settings = run.config.run
     if settings.save_every and step % settings.save_every == 0:
         run.save(f"model-{step}")

@@ -44,7 +44,7 @@ from controller.rollout.samples import RolloutBatch, sample_numbers, with_record
 from controller.run import Run
 from controller.step import on_training_roles
 from controller.step import send_weights as publish
-from controller.training_loop import Outcome, TrainingRun, advance, save_what_is_due
+from controller.training_loop import Outcome, TrainingRun, end_step
 from workers.batch.metrics import Metrics, merge, prefixed, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.loss import SumLossConfig, WeightedLossConfig
@@ -394,7 +394,6 @@ class OpenRun:
     def _end_step(self) -> None:
         run = self._run
         since = self._since
-        number = self._run.number
         self._since = _Open()
         record = run.record
         record.add(prefixed("policy", results(merge(since.updates))))
@@ -407,12 +406,8 @@ class OpenRun:
         TrainingRun.step_finished(run)
         self._step.close()
         trained = update_throughput(record.trained, record.seconds) if since.trained is not None else {}
-        record.add(record.times() | trained | {"checkpoint/failures": float(run.checkpoints.failures)})
         self._rows += [record.metrics] * bool(trained)
-        record.end_step(number, run.last_step)
-        advance(run, number, run.progress.latest)
-        save_what_is_due(run, number)
-        record.write_timeline(number)
+        end_step(run, record.times() | trained)
         self._begin_step()
 
     def _methods(self, adapter: str) -> dict[str, Callable[[str], Any]]:

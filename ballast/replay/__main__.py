@@ -149,9 +149,10 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
 
 
 def prepared(config: Config, start: Start) -> Config:
-    """Return the replay's settings: load the checkpoint, without sampling, scoring or recording."""
+    """Return the replay's settings: load the checkpoint, without sampling, scoring, recording or saving."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
-    run = replace(config.run, record_samples=False, resume=resume, on_data_change="keep_place")
+    run = replace(config.run, record_samples=False, save_every=0, checkpoint_every=0)
+    run = replace(run, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=RewardModelConfig())  # samples have their rewards
     return replace(config, run=run, reward=reward, tracking=TrackingConfig(tensorboard=False, timeline=False))
 
@@ -203,14 +204,13 @@ def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str
     """Make the steps and return the last one's metrics. Raises DataError as `read_step`, and errors of a
     step.
     """
-    from controller.training_loop import advance
+    from controller.training_loop import end_step
 
     for number in steps:
         with run.record.step(number, run.last_step):
             make_step(run)
             run.step_finished()
-        run.record.console.step(number, run.last_step, run.record.metrics)
-        advance(run, number, run.progress.latest)
+        end_step(run, {})
     return run.record.metrics
 
 

@@ -26,7 +26,7 @@ from controller.checkpoints.progress import checkpoint_path
 from controller.config import Config, load, to_yaml
 from controller.engines.engine_pool import EnginePool
 from controller.observability.console import Console
-from controller.observability.run_folder import recorded_steps, step_file
+from controller.observability.run_folder import RunFolder, recorded_steps, step_file
 from controller.preflight.checks import check_layout
 from controller.run import Run
 from controller.step import step
@@ -149,6 +149,20 @@ def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: NewRun, loc
     again.all_of(found)
     assert len(again.policy.updates) == 1
     assert "step 1: log-probs of engines and trainer differ by 9 nats" in again.said
+
+
+def test_a_replay_ends_its_steps_as_the_run_did_but_saves_nothing(
+    local_run: NewRun, local_replay: Replay
+) -> None:
+    saving = ("run.save_every=1", "run.checkpoint_every=1")
+    recorded_run = local_run(*RECORDED, *saving)
+    recorded_run.fit()
+    again = local_replay(*RECORDED, *saving)
+    again.all_of(recorded_run)
+    steps = RunFolder(again.folder).metrics
+    assert [row["step"] for row in steps] == recorded_steps(recorded_run.folder)
+    assert again.run.progress.step == len(steps)
+    assert not [path for path in again.folder.iterdir() if path.is_dir()]
 
 
 def test_a_run_keeps_no_samples_unless_it_is_asked_to(local_run: NewRun) -> None:
