@@ -144,6 +144,7 @@ class Judge:
         if pump and busy and self._engines.pump(timeout_s):
             while self._engines.pump():
                 pass
+        self._router.take_retried()  # unread, and this generation lasts as long as the run
         for result in self._router.take_dropped():
             self._counts["dropped"] += 1
             cases = self._asked.pop(result.uid)

@@ -49,16 +49,16 @@ class _Replica:
 
 
 class Router:
-    """State of a generation's requests. dropped: last failure of each dropped sample. first_retry: the
-    failure that caused the first retry since it was None.
+    """State of a generation's requests.
+
+    dropped: last failure of each dropped sample. retried: failures after which a sample was tried again.
     """
 
     def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
         self.dropped: list[SampleResult] = []
-        self.retried = 0
-        self.first_retry: SampleResult | None = None
+        self.retried: list[SampleResult] = []
         self._replicas = [_Replica() for _ in range(replicas)]
         self._waiting: deque[_Ticket] = deque()
         self._keys: set[Key] = set()
@@ -133,8 +133,7 @@ class Router:
             self.dropped.append(result)
             self._keys.remove(result.key)
             return request
-        self.retried += 1
-        self.first_retry = self.first_retry or result
+        self.retried.append(result)
         ticket.request = replace(request, failures=len(ticket.failed_on))
         later = (
             place
@@ -148,6 +147,11 @@ class Router:
         dropped = self.dropped
         self.dropped = []
         return dropped
+
+    def take_retried(self) -> list[SampleResult]:
+        retried = self.retried
+        self.retried = []
+        return retried
 
     def replica_lost(self, replica: int, responses: Mapping[int, Response | SessionRecord]) -> None:
         """Put the lost replica's requests at the head of the queue, without counting a retry.

@@ -67,7 +67,6 @@ class AsyncRolloutBuffer(RolloutBuffer):
         )
         self._groups: dict[int, Group] = {}
         self._released: list[Group] = []
-        self._retried = 0
         self._saved = progress.samples
         self._generation = roles.rollouts.begin(config.rollout.sampling, self._score)
         for group in roles.groups.values():
@@ -174,12 +173,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
         finished = [group.finished[key] for group in ordered for key in sorted(group.finished)]
         scores = {key: score for group in ordered for key, score in group.scores.items()}
         dropped = [result for group in ordered for result in group.dropped]
-        router = self._generation.router
-        retried = router.retried - self._retried
-        first_retry = router.first_retry
-        self._retried = router.retried
-        router.first_retry = None
-        rollout = self.assembled(finished, scores, dropped, retried, first_retry=first_retry)
+        retried = self._generation.router.take_retried()
+        rollout = self.assembled(finished, scores, dropped, retried)
         return self.shaped(self.without_dropped(rollout))
 
     def _restored(self) -> StoredSamples:

@@ -211,19 +211,18 @@ class RolloutBuffer:
         finished: Sequence[Sample],
         scores: Mapping[Key, Score],
         dropped: Sequence[SampleResult],
-        retried: int,
+        retried: Sequence[SampleResult],
         *,
-        first_retry: SampleResult | None = None,
         trains: bool = True,
     ) -> RolloutBatch:
         """Record finished samples and join them with their scores. Raises as `assemble`."""
-        self._record_failures(scores, dropped, retried, first_retry)
+        self._record_failures(scores, dropped, retried)
         self.record.timeline.samples([*(result for result, _ in finished), *dropped], scores, trains=trains)
         rollout = assemble(
             finished,
             scores,
             dropped=dropped,
-            retried=retried,
+            retried=len(retried),
             drop_failed=self.config.reward.on_failure == "drop",
             token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
         )
@@ -233,11 +232,10 @@ class RolloutBuffer:
         self,
         scores: Mapping[Key, Score],
         dropped: Sequence[SampleResult],
-        retried: int,
-        first_retry: SampleResult | None,
+        retried: Sequence[SampleResult],
     ) -> None:
         """Before samples are joined, which raises if none is left."""
-        of_retries = [] if first_retry is None else [failed_sample(first_retry)] * retried
+        of_retries = [failed_sample(result) for result in retried[:1]] * len(retried)
         of_rewards = [f"{place_of(key)}: {score.failure}" for key, score in scores.items() if score.failure]
         retries = self.config.rollout.max_retries
         on_failure = self.config.reward.on_failure
@@ -344,14 +342,7 @@ class SamplingRound:
         finished = [self._found[request.key] for request in self.requests if request.key in self._found]
         router = self._generation.router
         scores = self._scoring.collect()
-        return self._buffer.assembled(
-            finished,
-            scores,
-            router.dropped,
-            router.retried,
-            first_retry=router.first_retry,
-            trains=self._trains,
-        )
+        return self._buffer.assembled(finished, scores, router.dropped, router.retried, trains=self._trains)
 
 
 def sample_requests(

@@ -56,13 +56,10 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Attempts:
-    """Failed attempts. dropped: last failure of each sample that was given up. of_judge: answers' failures,
-    by kind.
-    """
+    """Failed attempts. dropped, retried: as of `Router`. of_judge: answers' failures, by kind."""
 
     dropped: list["SampleResult"] = field(default_factory=list)
-    retried: int = 0
-    first_retry: "SampleResult | None" = None
+    retried: list["SampleResult"] = field(default_factory=list)
     of_judge: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -148,7 +145,7 @@ def failures_of(job: Job, attempts: Attempts, lines: Sequence[Line]) -> list[Fai
     """Count what failed, a line for each kind and cause. lines: those of an earlier start too."""
     config = job.config
     counts = FailureCounts()
-    of_retries = [failed_sample(attempts.first_retry)] * attempts.retried if attempts.first_retry else []
+    of_retries = [failed_sample(result) for result in attempts.retried[:1]] * len(attempts.retried)
     of_rewards = [
         f"{place_of((line['uid'], line['sample']))}: {line['failure']}" for line in lines if "failure" in line
     ]
@@ -259,8 +256,7 @@ def _scored(
             while rollouts.pump():
                 pass
         attempts.dropped += router.take_dropped()
-        attempts.retried = router.retried
-        attempts.first_retry = router.first_retry
+        attempts.retried += router.take_retried()
         for key, sample_score in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
             yield Sampled(*unscored.pop(key), sample_score)
 

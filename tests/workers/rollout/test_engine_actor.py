@@ -110,7 +110,7 @@ def test_prompts_that_the_engine_cannot_take_fail_alone(engines: Engines) -> Non
     for result in router.dropped:
         assert (result.finish_reason, result.row) == (ERROR, -1)
         assert result.uid in result.error
-    assert router.retried == len(bad)
+    assert len(router.retried) == len(bad)
     engines.call("health")
 
 
