@@ -141,9 +141,8 @@ class Judge:
         self._counts["seconds"] += now - self._looked if self._asked else 0.0
         self._looked = now
         busy = not self._router.done
-        if pump and busy and self._engines.pump(timeout_s):
-            while self._engines.pump():
-                pass
+        if pump and busy:
+            self._engines.pump_all(timeout_s)
         self._router.take_retried()  # unread, and this generation lasts as long as the run
         for result in self._router.take_dropped():
             self._counts["dropped"] += 1

@@ -156,6 +156,12 @@ class EnginePool(RolloutEngines):
             self._read(owners[stream], stream)
         return stream is not None
 
+    def pump_all(self, timeout_s: float = 0.0) -> None:
+        """Pump until nothing has arrived. Waits up to `timeout_s` for the first results."""
+        if self.pump(timeout_s):
+            while self.pump():
+                pass
+
     def on_lost(self, replica: int) -> None:
         """Queue the replica's unfinished requests again, with their responses so far."""
         partials = self._partial.last(replica)

@@ -133,9 +133,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         """Read finished results. Waits up to `timeout_s` for the first."""
         rollouts = self.roles.rollouts
         busy = bool(self._generation.streams) or rollouts.queued > 0
-        if rollouts.pump(timeout_s if busy else 0.0):
-            while rollouts.pump():
-                pass
+        rollouts.pump_all(timeout_s if busy else 0.0)
         for key, score in self._scoring.ready(0.0 if busy else timeout_s).items():
             self._groups[int(key[0])].scores[key] = score
         for result in self._generation.router.take_dropped():

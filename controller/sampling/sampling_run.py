@@ -252,9 +252,8 @@ def _scored(
         router.submit(islice(waiting, max(0, window - len(router.unfinished) - len(unscored))))
         if router.done and not unscored:
             return
-        if not router.done and rollouts.pump(POLL_SECONDS):
-            while rollouts.pump():
-                pass
+        if not router.done:
+            rollouts.pump_all(POLL_SECONDS)
         attempts.dropped += router.take_dropped()
         attempts.retried += router.take_retried()
         for key, sample_score in scoring.ready(POLL_SECONDS if router.done else 0.0).items():

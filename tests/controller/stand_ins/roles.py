@@ -225,6 +225,11 @@ class Engines:
             self._generation.received(0, ("block"), [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
         return bool(now)
 
+    def pump_all(self, timeout_s: float = 0.0) -> None:
+        if self.pump(timeout_s):
+            while self.pump():
+                pass
+
     def _answer(self, request: SampleRequest, row: int) -> SampleResult:
         if request.uid in self.failing:
             return SampleResult(request.uid, request.sample, TOKENS, 0, "error", -1, "no such token")
