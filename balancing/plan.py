@@ -16,14 +16,13 @@ Invariants:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import lcm
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.basics.alignment import round_up
-from balancing.basics.grouping import Caps, Floats, Integers
+from balancing.basics.grouping import Floats, Integers
 from balancing.basics.image_patches import Images, ImagesOf
 from balancing.basics.validation import (
     check_fits,
@@ -31,8 +30,6 @@ from balancing.basics.validation import (
     group_names,
     loss_token_counts,
     membership,
-    one_of,
-    positive_integer,
     sequence_lengths,
 )
 from balancing.context_degrees import Classes, ContextDegrees, Part, fastest_parts
@@ -42,109 +39,15 @@ from balancing.mini_batch import MiniBatch, RankMiniBatch, RankPlan, degree_of
 from balancing.pipelines.pipeline import Pipeline
 from balancing.pipelines.pipeline_plan import Work, schedule_on_pipeline
 from balancing.pipelines.pipeline_time import makespan
+from balancing.plan_settings import PlanAlgorithm, Settings, default_order
 from balancing.prefixes.groups import SharedPrefixes, checked_prefixes
 from balancing.prefixes.packing import schedule_with_prefixes
 from balancing.prefixes.patch_cap import MORE_STEPS, spread_patches
-from balancing.search.assignment import Order, Request, Schedule, computed_weights
+from balancing.search.assignment import Order, Schedule, computed_weights
 from balancing.search.baselines import PUBLISHED, schedule_rank_locally
 from balancing.search.lower_bounds import fewest_bins
-from balancing.search.packing import CountRule, Layout
+from balancing.search.packing import Layout
 from balancing.search.schedule import arranged, schedule_evenly, schedule_in_order
-
-PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
-"""`load_balance` is an alias of `karmarkar_karp`."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of `plan_batch` that do not describe the batch. `analysis.explain` plans again with them."""
-
-    ranks: int
-    max_tokens: int
-    max_sequences: int | None
-    min_count: int
-    multiple_of: int
-    cost_model: CostModel
-    algorithm: PlanAlgorithm
-    order: Order
-    allow_empty: bool
-    layout: Layout
-    length_multiple: int
-    pipeline: Pipeline | None = None
-    max_patches: int | None = None
-    context_degrees: ContextDegrees | None = None
-
-    def __post_init__(self) -> None:
-        optional = ("max_sequences", "max_patches")
-        for name in ("ranks", "max_tokens", "min_count", "multiple_of", "length_multiple", *optional):
-            value = getattr(self, name)
-            if value is not None or name not in optional:
-                object.__setattr__(self, name, positive_integer(value, name))
-        one_of(self.layout, "layout", ("packed", "padded"))
-        if self.max_patches and self.layout == "padded":
-            raise OptionError(f"max_patches={self.max_patches}: requires layout='packed'. Leave it out.")
-        if self.algorithm == "load_balance":
-            object.__setattr__(self, "algorithm", "karmarkar_karp")
-        one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
-        one_of(self.order, "order", ("descending", "small_ends", "makespan"))
-        if self.order == "makespan" and (self.pipeline is None or self.algorithm != "karmarkar_karp"):
-            raise OptionError(
-                "order='makespan' plans for a pipeline. Pass pipeline and algorithm='karmarkar_karp'."
-            )
-        if self.context_degrees is not None:
-            self._check_degrees(self.context_degrees)
-
-    def _check_degrees(self, degrees: ContextDegrees) -> None:
-        if self.ranks % degrees.maximum:
-            raise OptionError(
-                f"ranks={self.ranks} is not a multiple of context_degrees.maximum={degrees.maximum}"
-            )
-        if (
-            self.pipeline
-            or self.layout == "padded"
-            or self.algorithm != "karmarkar_karp"
-            or self.multiple_of > 1
-        ):
-            raise OptionError(
-                "context_degrees needs the packed layout, algorithm='karmarkar_karp', multiple_of=1 and no "
-                "pipeline"
-            )
-
-    @property
-    def most_shared(self) -> int:
-        """Return how many ranks may share a micro-batch."""
-        return self.context_degrees.maximum if self.context_degrees else 1
-
-    def at_degree(self, degree: int) -> "Settings":
-        """Return the settings of micro-steps in which so many ranks count as one."""
-        degrees = self.context_degrees
-        costs = degrees.costs(self.cost_model, degree) if degrees else self.cost_model
-        ranks = self.ranks // degree
-        cap = self.max_tokens * degree
-        return replace(self, ranks=ranks, max_tokens=cap, cost_model=costs, context_degrees=None)
-
-    def workload(self, lengths: Integers, images: Images | None, degree_of: Integers) -> Floats:
-        if self.context_degrees is None:
-            return self.cost_model.workload(lengths, images)
-        return self.context_degrees.workload(self.cost_model, lengths, images, degree_of)
-
-    def request(self, sequences: int) -> Request:
-        multiple_of = lcm(self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1)
-        return Request(
-            ranks=self.ranks,
-            caps=Caps(self.max_tokens, self.max_sequences or sequences, self.layout == "padded"),
-            count=CountRule(self.min_count, multiple_of),
-            allow_empty=self.allow_empty,
-            order=self.order,
-        )
-
-    def patches(self, images: Images | None, depths: Integers) -> Floats:
-        """Return the patches of the images that begin in each sequence's first tokens, float64 [n]."""
-        return (
-            np.zeros(len(depths))
-            if images is None
-            else self.cost_model.patches * images.within(depths, images.tokens)
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,10 +267,6 @@ def plan_batch(
     for part in planned:
         shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
     return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, checked_images)
-
-
-def default_order(algorithm: str, *, pipelined: bool) -> Order:
-    return "makespan" if pipelined and algorithm in ("karmarkar_karp", "load_balance") else "descending"
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,8 @@ from balancing.basics.image_patches import Images
 from balancing.context_degrees import ContextDegrees
 from balancing.mini_batch import MiniBatch
 from balancing.pipelines.pipeline import Pipeline
-from balancing.plan import Plan, Settings, plan_batch
+from balancing.plan import Plan, plan_batch
+from balancing.plan_settings import Settings
 from balancing.search.baselines import PADDED, Published, Steps, published_steps
 
 GIVEN, SMALL_ENDS, OURS, SHARED = "given order", "small ends", "Ballast", "Ballast, shared"

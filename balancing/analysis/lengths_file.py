@@ -28,7 +28,8 @@ from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import CostModel
 from balancing.errors import LengthFileError
 from balancing.pipelines.pipeline import Pipeline
-from balancing.plan import Plan, Settings
+from balancing.plan import Plan
+from balancing.plan_settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ def _compile(config: TrainingConfig) -> str:
 
 
 def _order(config: TrainingConfig) -> str:
-    from balancing.plan import default_order
+    from balancing.plan_settings import default_order
 
     pipelined = config.policy.parallel.pipeline_parallel > 1
     return default_order(config.balance.algorithm, pipelined=pipelined)
