@@ -10,11 +10,12 @@ from functools import partial
 from inspect import isfunction
 from typing import Any
 
+from workers.chat_templates import check_read, variables_of
 from workers.config.loss import DistillationConfig, undecorated
 from workers.config.roles import LossConfig, OptimizerConfig
 from workers.episodes.template_findings import template_findings
 from workers.errors import BallastError, ConfigError, DataError, clause, named
-from workers.rendering import Messages, Options, check_read, check_size, variables_of
+from workers.rendering import Messages, Options, check_size
 from workers.template_forms import try_forms
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED

@@ -13,8 +13,8 @@ import yaml
 
 from controller.config.model_files import read_model_files
 from controller.lifecycle.template_report import examine, page
+from workers.chat_templates import Template, read_template, template_of
 from workers.errors import BallastError, ConfigError, one_line
-from workers.rendering import Template, read_template, template_of
 
 PLACEHOLDERS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ from controller.config.file import value_of
 from controller.config.model_files import TOKENIZERS, read_model_files
 from controller.config.offline import LearnedDataConfig, OfflineConfig
 from controller.data.records import Record
-from workers.rendering import template_of
+from workers.chat_templates import template_of
 
 DataIdentity = dict[str, Any]
 """JSON. `sources`: [records, SHA-256] each, with `weights`. `tokenizer`: SHA-256. `settings` of the order.

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from controller.observability.shown_text import shown_prompt
+from workers.chat_templates import read_template
 from workers.config.judge import JudgeConfig
 from workers.errors import ConfigError, named
-from workers.rendering import read_template
 
 TAG = r"<(?=\s*/?\s*(?:prompt|response))"
 TEMPLATE = """\

@@ -59,12 +59,13 @@ from controller.planning.planner import counted_costs
 from controller.preflight.algorithm_checks import check_keep_best
 from controller.preflight.training_checks import check_caps
 from workers.batch.score import RAW, Score
+from workers.chat_templates import template_of
 from workers.config.roles import HTTP
 from workers.environment import as_text
 from workers.episodes.parser_names import known_parsers, parsers_of
 from workers.errors import ConfigError, DataError, Problems
 from workers.images.images import ImageSource
-from workers.rendering import Messages, Options, Renderer, template_of
+from workers.rendering import Messages, Options, Renderer
 from workers.user_code.environments import Answered, try_environment
 from workers.user_code.functions import Tools, find_class, find_tools
 from workers.user_code.pictures import Pictures

@@ -14,8 +14,9 @@ from controller.data.questions import Questions
 from controller.data.records import Record
 from controller.lifecycle.user_functions import imported, waiting
 from controller.observability.slow_work import Log
+from workers.chat_templates import template_of
 from workers.errors import ConfigError
-from workers.rendering import render_isolated, template_of
+from workers.rendering import render_isolated
 from workers.reward_functions import last_match
 from workers.user_code.rewards import RewardFunction
 

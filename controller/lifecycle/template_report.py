@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.config.model_files import ModelFiles, special_tokens
+from workers.chat_templates import Template
 from workers.episodes.template_findings import TURNS, TemplateFindings
 from workers.json_file import read_json
-from workers.rendering import Messages, Options, Template, render_isolated
+from workers.rendering import Messages, Options, render_isolated
 
 WIDTH = 80
 TITLES = {"plain": "plain", "reasoning": "reasoning", "calls": "calls", "both": "reasoning + calls"}

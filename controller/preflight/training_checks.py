@@ -14,9 +14,10 @@ from controller.config.file import value_of
 from controller.config.functions import check_function
 from controller.config.model_files import check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
+from workers.chat_templates import read_template
 from workers.errors import CheckpointError, ConfigError, Problems, check_together, clause, raise_all
 from workers.model.rules.model_rules import kernel_problem
-from workers.rendering import RESERVED, read_template
+from workers.rendering import RESERVED
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ballast.pages.template import PLACEHOLDERS
 from controller.lifecycle.template_report import Examined, examine, page
-from workers.rendering import Options, Template
+from workers.chat_templates import Template
+from workers.rendering import Options
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversations.md"
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]

@@ -26,6 +26,7 @@ from workers.agents.message_forms import MessageForms
 from workers.agents.session import Asked, Session
 from workers.batch.placed_images import Image, Placed
 from workers.chat_messages import cleaned
+from workers.chat_templates import variables_of
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
@@ -46,7 +47,6 @@ from workers.rendering import (
     Options,
     Renderer,
     image_parts,
-    variables_of,
     with_image_parts,
 )
 

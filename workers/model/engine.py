@@ -27,6 +27,7 @@ from torch import Tensor
 
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.metrics import Metric, Metrics
+from workers.chat_templates import read_template
 from workers.config.model import RECOMPUTED
 from workers.config.optimizer import StepSettings
 from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
@@ -82,7 +83,6 @@ from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
 from workers.model.value_head import LOADERS, name_pad_token
-from workers.rendering import read_template
 
 CONFIGURED = StepSettings()
 

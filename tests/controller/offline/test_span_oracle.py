@@ -27,7 +27,8 @@ from tests.controller.offline.test_stock_templates import (
     renderer,
     with_text,
 )
-from workers.rendering import Renderer, variables_of
+from workers.chat_templates import variables_of
+from workers.rendering import Renderer
 
 OPEN, CLOSE = "^", "~"
 PIECE = re.compile(rf"{SPECIAL.pattern}|</?\w+>|.", re.DOTALL)

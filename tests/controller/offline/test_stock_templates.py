@@ -19,9 +19,10 @@ from controller.offline.tokenized import Row, example_row, sft_examples, with_op
 from examples.addition.data import write_records
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.offline.local_run import OF_COMMAND, SCHEMAS, SETTINGS
+from workers.chat_templates import variables_of
 from workers.errors import DataError
 from workers.model.model import load_tokenizer
-from workers.rendering import Renderer, variables_of
+from workers.rendering import Renderer
 
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
 TEMPLATES = {path.stem: path.read_text() for path in sorted(STOCK.glob("*.jinja"))}

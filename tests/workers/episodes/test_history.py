@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.rollout import stock_templates as stock
+from workers.chat_templates import variables_of
 from workers.engine.requests import STOP, Response, not_sampled
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
 from workers.errors import DataError, EpisodeError
-from workers.rendering import Messages, Renderer, variables_of
+from workers.rendering import Messages, Renderer
 
 PARAMETERS = {name: {"type": "integer", "description": name} for name in ("a", "b")}
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": PARAMETERS}}

@@ -9,6 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.documentation.template_pages import STOCK
+from workers.chat_templates import variables_of
 from workers.episodes.template_findings import (
     APPENDS,
     CALLING,
@@ -20,7 +21,7 @@ from workers.episodes.template_findings import (
     Following,
     template_findings,
 )
-from workers.rendering import Messages, Options, variables_of
+from workers.rendering import Messages, Options
 from workers.template_forms import try_forms
 
 TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
