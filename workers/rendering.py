@@ -10,7 +10,7 @@ time limit (`chat_templates.py`, which also finds and analyses them).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any

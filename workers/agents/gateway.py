@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from workers.agents.api_forms import answers_in, error_body
-from workers.agents.routes import CALL, Call, Opened, build
+from workers.agents.routes import build
 from workers.agents.session import Session
+from workers.agents.session_requests import CALL, Call, Opened
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from controller.offline.tokenized import Example, example_row, scored_row
-from workers.agents.routes import PromptRenderer
+from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import Asked
 from workers.engine.requests import Response, not_sampled
 from workers.episodes.conversation import Conversation

@@ -10,8 +10,9 @@ import pytest
 
 from tests.workers.rollout import stock_templates
 from tests.workers.rollout.sessions import response
-from workers.agents.routes import Opened, PromptRenderer
+from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import Session
+from workers.agents.session_requests import Opened
 from workers.errors import DataError
 from workers.rendering import Renderer
 

@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 
 from tests.workers.rollout.sessions import ids, response
 from tests.workers.vision_families import pictures
-from workers.agents.routes import Opened, PromptRenderer
+from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import Asked, Session
+from workers.agents.session_requests import Opened
 from workers.batch.placed_images import Image, PlacedImage, keys
 from workers.engine.branches import branches_of
 from workers.engine.requests import Response
