@@ -63,7 +63,8 @@ from workers.model.losses.distillation import WholeLayer, as_numpy, distilled
 from workers.model.model import PackedModel, Read, compile_layers, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
-from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
+from workers.model.numerics_check import check_against_reference, own_outputs
+from workers.model.numerics_probe import make_probe
 from workers.model.optimizer.nonfinite_guard import NonfiniteGuard
 from workers.model.optimizer.optimizer import changed_groups, make_optimizer, make_schedule
 from workers.model.optimizer.training_states import TrainingState, TrainingStates

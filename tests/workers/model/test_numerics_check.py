@@ -16,7 +16,8 @@ from workers.model.attention import attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
-from workers.model.numerics_check import check_numerics, make_probe
+from workers.model.numerics_check import check_numerics
+from workers.model.numerics_probe import make_probe
 from workers.model.value_head import load_value_model
 
 FLOAT32 = torch.float32

@@ -20,7 +20,8 @@ from workers.errors import UnsupportedModelError
 from workers.images.images import digest_of, png_of
 from workers.model.engine import TrainingEngine
 from workers.model.model import PackedCausalLM, load_model
-from workers.model.numerics_check import check_numerics, make_probe
+from workers.model.numerics_check import check_numerics
+from workers.model.numerics_probe import make_probe
 from workers.model.vision import tower as vision
 from workers.model.vision.processor import load_placeholders
 from workers.model.vision.tower import Features, Vision
