@@ -281,7 +281,7 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
     import torch
 
     from tests.benchmarks.fusion import backend
-    from workers.model import engine, model
+    from workers.model import model, sharded_model
     from workers.model.losses import logprobs
     from workers.model.memory.fake_gpu import FakeGpu
 
@@ -301,7 +301,7 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
         torch.compile(each, backend=model.BACKEND) for each in (logprobs._predict, logprobs._differentiate)
     ]
     logprobs._chunk_functions = lambda *_: passes
-    engine.compiles = lambda *_, **__: layers
+    sharded_model.compiles = lambda *_, **__: layers
 
 
 def is_view(operator: Any, inputs: list[Any], outputs: list[Any]) -> bool:

@@ -1,21 +1,19 @@
-"""The training engine of every role: log-probs, forward and backward, optimiser step, weights out.
+"""The training engine of every role: forward-only log-probs, forward and backward, and the optimiser step.
 
-    DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch, which adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
-    optimizer_step: clip --> optimiser --> schedule      named_weights, save_pretrained: gather --> names of the files
+    DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss--> backward
+              (once a micro-batch, adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
+    optimizer_step: clip --> optimiser --> schedule
 
-It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls
-are collective: every rank makes the same calls with the same number of micro-batches. Ranks that share
-sequences or layers (`sharding/parallel.py`) get the same sequences and return the same results. A caller
-counts one of them.
+`ShardedModel` loads and shards the model, and gives its weights. The engine needs only torch and
+transformers, and runs in a plain process, under torchrun, or inside an actor. Calls are collective: every
+rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
+(`sharding/parallel.py`) get the same sequences and return the same results. A caller counts one of them.
 
-T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if they are
-equal.
+T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if equal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,27 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
+from workers.batch.dataproto import DataProto
 from workers.batch.metrics import Metric, Metrics
-from workers.chat_templates import read_template
-from workers.config.model import RECOMPUTED
 from workers.config.optimizer import StepSettings
 from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, DataError
 from workers.model.checkpoint.checkpoint import Checkpointer
-from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion, Shard
-from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
-from workers.model.checkpoint.loading import Source
-from workers.model.checkpoint.lora import (
-    adapter_files,
-    adapter_weights,
-    add_adapters,
-    merged_shards,
-    without_adapters,
-    write_adapters,
-)
-from workers.model.forward_backward import EnginePass, MicroBatchRunner, TokenOutputs
-from workers.model.layout import RowLayout
+from workers.model.checkpoint.export import write_folder
+from workers.model.checkpoint.lora import adapter_files, adapter_weights, without_adapters, write_adapters
+from workers.model.forward_backward import EnginePass, TokenOutputs
 from workers.model.losses import (
     Denominators,
     LossFunction,
@@ -60,44 +46,27 @@ from workers.model.losses import (
     total,
 )
 from workers.model.losses.distillation import WholeLayer, as_numpy, distilled
-from workers.model.model import PackedModel, Read, compile_layers, compute_dtype, load_tokenizer
-from workers.model.moe.expert_parallel import share_experts
-from workers.model.moe.routing import Routing
-from workers.model.numerics_check import check_against_reference, own_outputs
-from workers.model.numerics_probe import make_probe
+from workers.model.model import Read
 from workers.model.optimizer.nonfinite_guard import NonfiniteGuard
 from workers.model.optimizer.optimizer import changed_groups, make_optimizer, make_schedule
 from workers.model.optimizer.training_states import TrainingState, TrainingStates
-from workers.model.recomputation import checkpoint_layers
-from workers.model.rows.packing import (
-    MicroBatch,
-    ModelInput,
-    check_micro_batches,
-    check_sequences,
-    check_tokenizer,
-    max_positions,
-)
-from workers.model.rules.model_rules import check_model, compiles
-from workers.model.sharding.parallel import limit_waits, make_parallel, prepare_backward, reshard, shard_model
-from workers.model.sharding.stage_layers import Part, Passing
-from workers.model.sharding.tensor_parallel import share_model
-from workers.model.stages.stage_pipeline import Stage, clip_over_stages
-from workers.model.timing import MicroStepClock
-from workers.model.value_head import LOADERS, name_pad_token
+from workers.model.rows.packing import MicroBatch, ModelInput, check_micro_batches, check_sequences
+from workers.model.sharded_model import ShardedModel
+from workers.model.sharding.parallel import reshard
+from workers.model.sharding.stage_layers import Passing
+from workers.model.stages.stage_pipeline import clip_over_stages
 
 CONFIGURED = StepSettings()
 
 
-class TrainingEngine:
+class TrainingEngine(ShardedModel):
     """Train or evaluate one model, sharded over the ranks. Without an optimiser it is frozen.
 
     total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the
-    rollouts.
-    parallel: how ranks share sequences and layers, or None to shard parameters over all. head: `lm` for
-    log-probs, `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own
-    forward pass.
-    cpu_offload: keep parameters, gradients and optimiser state in host memory. optimizer_offload: the state
-    alone.
+    rollouts. parallel: how ranks share sequences and layers, or None to shard parameters over all. head: `lm`
+    for log-probs, `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's
+    own forward pass. cpu_offload: keep parameters, gradients and optimiser state in host memory.
+    optimizer_offload: the state alone.
 
     Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
     """
@@ -117,90 +86,24 @@ class TrainingEngine:
         head: str = "lm",
         check_numerics: bool = False,
     ) -> None:
-        if head not in LOADERS:
-            raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
-        self.device = torch.device(device)
-        self.model_config = model_config
-        self.head = head
+        super().__init__(
+            model_config,
+            trained=optimizer is not None,
+            device=device,
+            cpu_offload=cpu_offload,
+            reshard_after_forward=reshard_after_forward,
+            temperature=temperature,
+            parallel=parallel,
+            head=head,
+            check_numerics=check_numerics,
+        )
         self.optimizer_config = optimizer
-        self.temperature = temperature
-        self.reshard_after_forward = reshard_after_forward
-        self.dtype = compute_dtype(model_config.dtype, self.device)
-        self.tokenizer = load_tokenizer(model_config.path)
-        self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
-        self.parallel, self.clock = make_parallel(self.device, parallel), MicroStepClock(self.device)
-        # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
-        parameter_dtype = torch.promote_types(self.dtype, torch.float32)
-        source = self._source(parameter_dtype)
-        self.module = source.module
-        if head == "value":
-            name_pad_token(self.module.model.config, self.tokenizer)
-        self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
-        self.positions = max_positions(self.module.model.config)
-        self._check_model()
-        # Kept by name, because only a pipeline's last stage keeps the layer.
-        output = self.module.model.get_output_embeddings() if head == "lm" else None
-        self._output_name = next(
-            (name for name, part in self.module.model.named_modules() if part is output), ""
-        )
         self.teacher_layer: WholeLayer | None = None
-        self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
-        self.stage = Stage(
-            self.module, self.parallel, recomputed=RECOMPUTED[model_config.gradient_checkpointing]
-        )
-        self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
-        self.module.set_trained(optimizer is not None, model_config.train_vision)
-        # A frozen engine is a reference: the base model, which adapters leave as it is.
-        self.has_adapters = optimizer is not None and model_config.lora.rank > 0
-        if self.has_adapters:
-            source.change(lambda module: add_adapters(module.model, model_config.lora))
-        self.routing = Routing(
-            self.module, model_config, self.parallel, self.device, trained=optimizer is not None
-        )
-        if check_numerics:
-            probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
-            expected = source.ask(lambda module: own_outputs(module, probe))
-        weights = {name: shard.weight for name, shard in self._shards().items()}
-        self._distribute(cpu_offload)
-        limit_waits()
-        source.fill(self.device, cpu_offload=cpu_offload)
-        self.module.place_tower(self.device, self.dtype)
-        prepare = self._before_backward
-        hooks = self.routing.hooks
-        self.runner = MicroBatchRunner(
-            self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks
-        )
-        self.checkpoint_weights = CheckpointWeights(
-            self.module.model,
-            source.rules,
-            weights,
-            self._shards,
-            self.device,
-            self.stage,
-            self.module.frozen_names,
-        )
-        self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
             begin = partial(self._begin_state, optimizer, total_steps, offload=optimizer_offload)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self.states = TrainingStates(trained, begin, model_config.lora.policies)
-        if check_numerics:
-            sequences = self.routing.with_own_choices(probe.sequences)
-            for degree in self.parallel.config.context_degrees:
-                shared = (
-                    {CONTEXT_DEGREE: torch.full((len(sequences),), degree)}
-                    if self.parallel.shares_by_step
-                    else {}
-                )
-                probed = replace(sequences, columns=sequences.columns | shared)
-                with self.routing.without_losses():
-                    check_against_reference(self, replace(probe, sequences=probed), expected)
-
-    def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
-        shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
-        layout = self.model_config.attention_layout(shared=shared)
-        loaded = replace(self.model_config, layout=layout, forward_layout="same")
-        return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
+        self._compare_numerics()
 
     def _begin_state(self, config: OptimizerConfig, total_steps: int, *, offload: bool) -> TrainingState:
         named = self.module.named_parameters()
@@ -209,60 +112,9 @@ class TrainingEngine:
         schedule = make_schedule(optimizer, config, total_steps)
         return TrainingState(optimizer, schedule, NonfiniteGuard(config.max_skipped_steps))
 
-    def _check_model(self) -> None:
-        cuda = self.device.type == "cuda"
-        half = self.dtype.itemsize == 2
-        check_model(
-            self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half
-        )
-        check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
-
-    def _distribute(self, cpu_offload: bool) -> None:
-        if self.parallel.tensor.size() > 1:
-            share_model(self.module.model, self.parallel.tensor)
-        self.stage.keep(self.module)
-        experts = share_experts(self.module.model, self.parallel, self.routing.grouped)
-        cuda = self.device.type == "cuda"
-        images = self.module.vision is not None
-        compiled = compiles(self.model_config, self.parallel.config, cuda=cuda, images=images)
-        tower = self.module.tower_blocks
-        layers = self.module.layers
-        checkpoint_layers(self.module.model, layers, self.model_config, tower, compiled=compiled)
-        if compiled:
-            compile_layers(layers, shares_experts=self.parallel.config.expert_parallel > 1)
-        shard_model(
-            self.module,
-            layers,
-            self.parallel.sharding,
-            compute_dtype=self.dtype,
-            cpu_offload=cpu_offload,
-            reshard_after_forward=self.reshard_after_forward,
-            experts=experts,
-            uncast=tower,
-            unsharded=self.module.frozen_tower,
-        )
-
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.states.current.optimizer
-
-    @property
-    def data_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups over which consecutive sums cover all ranks with different sequences.
-
-        With context-parallel degrees by micro-step, ranks add only the rows of `counted`.
-        """
-        names = ("dp_replicate", "dp_shard", *["cp"] * self.parallel.shares_by_step)
-        return [self.parallel.mesh[name].get_group() for name in names]
-
-    def counted(self, sequences: DataProto) -> Tensor:
-        """Return which sequences this rank counts, of those that ranks share by choice of a plan:
-        bool [B].
-        """
-        degrees = sequences.columns.get(CONTEXT_DEGREE)
-        if degrees is None:
-            return torch.ones(len(sequences), dtype=torch.bool)
-        return self.parallel.context_rank % degrees == 0
 
     @torch.no_grad()
     def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -422,10 +274,6 @@ class TrainingEngine:
         self.runner.run(work)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
-    def _check_head(self, head: str) -> None:
-        if self.head != head:
-            raise ConfigError(f"this engine has head={self.head!r}, and log_probs need 'lm', values 'value'")
-
     def _check_trained(self) -> OptimizerConfig:
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
@@ -528,35 +376,6 @@ class TrainingEngine:
         }
         return metrics | ({"grad_norm": Metric.mean(norm, 1)} if finite else {})
 
-    def named_weights(
-        self, dtype: torch.dtype | None = None, keeper: int | None = None, *, frozen_tower: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights under the names and in the shapes of the model's files, on `device`.
-        Collective.
-
-        dtype: None keeps the parameters'. keeper: only rank that gets them, or None for all. frozen_tower:
-        also a frozen vision tower's. `lm_head.weight` is included even if tied: vLLM keeps a packed copy of
-        the output layer.
-        """
-        reshard(self.module)
-        return self.checkpoint_weights.convert(self._sent_conversions(frozen_tower), dtype, keeper)
-
-    def weights_metadata(
-        self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False
-    ) -> dict[str, Tensor]:
-        """Return `named_weights` in order as meta tensors. Not collective."""
-        return self.checkpoint_weights.metadata(self._sent_conversions(frozen_tower), dtype)
-
-    def _sent_conversions(self, frozen_tower: bool) -> list[Conversion]:
-        weights = self.checkpoint_weights
-        return [*weights.plan.values()] if frozen_tower else weights.updated
-
-    def _shards(self) -> dict[str, Shard]:
-        if self.has_adapters:
-            return merged_shards(self.module.model, self.device)
-        # A state dict lists tied weights under both names, unlike named_parameters.
-        return {name: Shard(weight) for name, weight in self.module.model.state_dict().items()}
-
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the engine is the base model: with LoRA, the reference. Raises ConfigError without
@@ -619,31 +438,6 @@ class TrainingEngine:
     def load_checkpoint(self, path: str | Path, *, policy: str = "") -> dict[str, Any]:
         """Resume from a checkpoint, see `Checkpointer.load`. Returns the caller's `extra`. Collective."""
         return self.checkpointer.load(path, policy=policy).extra
-
-    def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
-        """Write the model in Hugging Face format, in its files' dtype, with the source's other files.
-        Collective.
-
-        Ranks share the writing and return when the folder is complete. An existing folder is replaced. Raises
-        OutputError if a rank cannot write.
-        """
-        reshard(self.module)
-        source = self.model_config.path
-        write_model(
-            self.checkpoint_weights,
-            source,
-            Path(path),
-            self.stored_dtype,
-            file_bytes,
-            chat_template=self.chat_template,
-        )
-
-    def _before_backward(self, part: Part, last: bool) -> None:
-        settings = self.parallel.config
-        layers = self.module.layers_of(part)
-        prepare_backward(
-            self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings
-        )
 
     def _computed(self, read: Read | None) -> Callable[[ModelInput, Passing], Any]:
         arguments = () if read is None else (read,)  # a value head's model takes none

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import AttentionInterface
 
-from workers.model import engine, layout
+from workers.model import layout, sharded_model
 from workers.model.attention import attention
 from workers.model.checkpoint import loading
 from workers.model.copies import to_device
@@ -220,8 +220,8 @@ def stand_in() -> None:
     """Replace calls that need files, data or CUDA's name."""
     loading._on_rank_zero = lambda load: None
     loading.set_model_state_dict = lambda *_, **__: None
-    engine.load_tokenizer = lambda path: None
-    engine.check_tokenizer = lambda *_: None
+    sharded_model.load_tokenizer = lambda path: None
+    sharded_model.check_tokenizer = lambda *_: None
     attention.kernel_problem = lambda *_, **__: ""
     layout.to_device = _sizes_stay
     AttentionInterface.register(FLASH, _flash_attention)
