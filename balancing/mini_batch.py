@@ -53,7 +53,10 @@ class MiniBatch:
         """
         parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         steps = zip(self.first_ranks().tolist(), self.degree_of_steps().tolist(), strict=True)
-        return tuple(MicroStep(tuple(parts[place] for place in places), degree) for places, degree in steps)
+        micro_steps = []
+        for places, degree in steps:
+            micro_steps.append(MicroStep(tuple(parts[place] for place in places), degree))
+        return tuple(micro_steps)
 
     def degree_of_steps(self) -> Integers:
         return np.ones(self.steps, np.int64) if self.degrees is None else self.degrees

@@ -3,6 +3,7 @@ bounds.
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -137,10 +138,10 @@ def time_grids(plan: Plan) -> list[Floats]:
 
 
 def _grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
-    return [
-        np.array([[values[group].sum() for group in step] for step in rows], np.float64)
-        for rows in mini_batches
-    ]
+    def rank_sums(step: Sequence[Integers]) -> list[float]:
+        return [values[group].sum() for group in step]
+
+    return [np.array(list(map(rank_sums, rows)), np.float64) for rows in mini_batches]
 
 
 def step_time(mini_batches: Sequence[Floats]) -> float:
@@ -190,9 +191,8 @@ def _given_rows(indices: Integers, plan: Plan) -> Rows:
     for chunk in np.array_split(indices, plan.ranks // together):
         cuts = take_in_order(sizes[chunk], cap, len(indices), padded=padded) if len(chunk) else []
         local.append([chunk[start:stop] for start, stop in cuts])
-    steps = max(len(rows) for rows in local)
     nothing = np.empty(0, np.int64)
-    return [[rows[step] if step < len(rows) else nothing for rows in local] for step in range(steps)]
+    return [list(step) for step in zip_longest(*local, fillvalue=nothing)]
 
 
 def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:

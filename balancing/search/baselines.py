@@ -62,7 +62,7 @@ def published_steps(
     count = len(membership(mini_batches, len(tokens)))
     dealt = _DEALS[name](tokens, positive_integer(ranks, "ranks"))
     parts = [list(np.array_split(rows, count)) for rows in dealt]
-    together = [[runs[number] for runs in parts] for number in range(count)]
+    together = [list(rows) for rows in zip(*parts, strict=True)]
     if name == "roll":
         return [_cut_sorted(rows, tokens, max_tokens) for rows in together if any(map(len, rows))]
     return [_cut_by_differencing(rows, tokens, costs, max_tokens) for rows in together if any(map(len, rows))]
@@ -127,7 +127,10 @@ def _cut_sorted(rows: list[Integers], tokens: Integers, max_tokens: int) -> Step
     sequences = len(together)
     longest = np.minimum(np.arange(len(columns[0])) * len(rows) + len(rows), sequences) - 1
     runs = take_in_order(tokens[together[longest]], max_tokens, sequences, padded=True)
-    return [[mine[start:stop] for mine in columns] for start, stop in runs]
+    steps = []
+    for start, stop in runs:
+        steps.append([column[start:stop] for column in columns])
+    return steps
 
 
 def _keeps_caps(grouping: Grouping, sizes: Integers, caps: Caps) -> bool:

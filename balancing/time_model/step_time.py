@@ -87,10 +87,10 @@ def step_time(
     phases = {
         name: Interval(s, s * (1 - errors[name]), s * (1 + errors[name])) for name, s in seconds.items()
     }
-    steps = [
-        _scheduled({name: phase[i] for name, phase in phases.items()}, sampling, layout, workload)
-        for i in range(3)
-    ]
+    steps = []
+    for bound in range(3):  # expected, lowest, highest
+        bound_seconds = {name: phase[bound] for name, phase in phases.items()}
+        steps.append(_scheduled(bound_seconds, sampling, layout, workload))
     total, limit = steps[0]
     on_trainer = sum(seconds[name] for name in (*TRAINER, *BOTH))
     on_engines = (
@@ -112,7 +112,9 @@ def _scheduled(
     seconds: Mapping[str, float], sampling: Generation, layout: Layout, workload: Workload
 ) -> tuple[float, str]:
     """Return the step's seconds and the phase that limits it."""
-    engines, trainer, both = (sum(seconds[name] for name in names) for names in (ENGINES, TRAINER, BOTH))
+    engines = sum(seconds[name] for name in ENGINES)
+    trainer = sum(seconds[name] for name in TRAINER)
+    both = sum(seconds[name] for name in BOTH)
     if not layout.staleness:
         return engines + trainer + both, max(seconds, key=lambda name: seconds[name])
     steady = seconds["prefill"] + sampling.steady * seconds["decode"] / sampling.decode
