@@ -381,7 +381,7 @@ def described(model: Any) -> str:
 
 def _check_layers(packed: PackedModel) -> None:
     problem = ""
-    owners = [{id(parameter) for parameter in layer.parameters()} for layer in packed.layers]
+    owners = [set(map(id, layer.parameters())) for layer in packed.layers]
     if _layers(packed.model) is None:
         problem = "has no list of layers"
     elif sum(map(len, owners)) > len(set().union(*owners)):

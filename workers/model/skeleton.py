@@ -112,11 +112,11 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
 
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
     tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
-    uses = {
-        name
-        for name, table in tables.items()
-        if any(architecture in _names(class_names) for class_names in table.values())
-    }
+
+    def has_architecture(table: Mapping[str, Any]) -> bool:
+        return any(architecture in _names(class_names) for class_names in table.values())
+
+    uses = {name for name, table in tables.items() if has_architecture(table)}
     kinds = {"lm": ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"), "value": ("SEQUENCE_CLASSIFICATION",)}
     return bool(uses) and not uses & {
         f"MODEL_FOR_{kind}_MAPPING_NAMES" for head in heads for kind in kinds[head]

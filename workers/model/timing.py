@@ -99,16 +99,13 @@ class MicroStepClock:
         (wall, origin), measured = self._origin, list(self._measured)
         self._measured.clear()
         self._origin = None
-        return [
-            MicroStepTime(
-                micro_step.name,
-                wall + self._between(origin, micro_step.parts[0][0]),
-                sum(self._between(*part) for part in micro_step.parts),
-                *micro_step.regressors.tolist(),
-                *micro_step.of_images.tolist(),
-            )
-            for micro_step in measured
-        ]
+        times = []
+        for micro_step in measured:
+            begin = wall + self._between(origin, micro_step.parts[0][0])
+            seconds = sum(self._between(*part) for part in micro_step.parts)
+            counts = (*micro_step.regressors.tolist(), *micro_step.of_images.tolist())
+            times.append(MicroStepTime(micro_step.name, begin, seconds, *counts))
+        return times
 
     def _now(self) -> tuple[float, Any]:
         if self._on_gpu:

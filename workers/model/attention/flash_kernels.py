@@ -16,7 +16,7 @@ Shapes: Q query tokens, T key tokens of all segments, H query heads, K key-value
 dimension.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,9 +146,11 @@ def flash_backward(
         mask = _mask_on_cpu(q, k, block)
         inputs = (grad, q, k, v, out, sums[None].contiguous())
         grads.append(backward(*inputs, 0.0, block.causal and mask is None, attn_mask=mask, scale=scale))
-    grad_query, grad_key, grad_value = (
-        torch.cat([part[0].transpose(0, 1) for part in parts]) for parts in zip(*grads, strict=True)
-    )
+
+    def join(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+    grad_query, grad_key, grad_value = map(join, zip(*grads, strict=True))
     return grad_query, _sum_repeats(grad_key, key), _sum_repeats(grad_value, value)
 
 

@@ -65,9 +65,10 @@ def _plan_files(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=file_bytes,
     )
-    return [
-        (file, [conversions[name] for name in names]) for file, names in split.filename_to_tensors.items()
-    ]
+    files = []
+    for file, names in split.filename_to_tensors.items():
+        files.append((file, [conversions[name] for name in names]))
+    return files
 
 
 def write_model(

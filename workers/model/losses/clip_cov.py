@@ -59,11 +59,10 @@ def hold_back(
     count = max(1, int(config.covariance_fraction * denominators.tokens))
     line = _smallest_of_highest(priority[candidates], count, groups)
     chosen = candidates & (priority >= line)
+    chosen_parts = chosen.split([int(mask.sum()) for mask in masks])
     return [
-        _with_column(part, mask, chosen_here)
-        for part, mask, chosen_here in zip(
-            parts, masks, chosen.split([int(mask.sum()) for mask in masks]), strict=True
-        )
+        _with_column(part, mask, chosen_part)
+        for part, mask, chosen_part in zip(parts, masks, chosen_parts, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -99,30 +99,33 @@ def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
     stages = sorted({0, parallel.pipeline_parallel - 1})
     with _pools(request["ranks"], parallel, stages, sum(map(len, points.values()))) as pools:
-        jobs = {
-            name: [
-                {count: pool.submit(_bytes_at, role, count, request) for count in points[name]}
-                for pool in pools
-            ]
-            for name, role in roles.items()
-        }
+        jobs = {}
+        for name, role in roles.items():
+            jobs[name] = [_submit(pool, role, points[name], request) for pool in pools]
         return {name: {"sizes": sizes[name]} | _result(jobs[name], sizes[name]["layers"]) for name in roles}
 
 
+def _submit(
+    pool: ProcessPoolExecutor, role: Role, counts: Iterable[int], request: Mapping[str, Any]
+) -> dict[int, Future[dict[str, float]]]:
+    return {count: pool.submit(_bytes_at, role, count, request) for count in counts}
+
+
 def _result(jobs: list[dict[int, Future[dict[str, float]]]], layers: int) -> dict[str, Any]:
+    stages = []
     try:
-        stages = [{count: job.result() for count, job in of_stage.items()} for of_stage in jobs]
+        for stage_jobs in jobs:
+            stages.append({count: job.result() for count, job in stage_jobs.items()})
     except Exception as error:  # the other roles are still measured
         return {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
-    return {
-        "stages": [
-            {
-                name: extrapolate({count: at[name] for count, at in points.items()}, layers)
-                for name in min(points.items())[1]
-            }
-            for points in stages
-        ]
-    }
+    return {"stages": [_extrapolate_stage(points, layers) for points in stages]}
+
+
+def _extrapolate_stage(points: dict[int, dict[str, float]], layers: int) -> dict[str, float]:
+    stage = {}
+    for name in points[min(points)]:
+        stage[name] = extrapolate({count: at[name] for count, at in points.items()}, layers)
+    return stage
 
 
 @contextmanager

@@ -9,7 +9,7 @@ out                             bucket 0 | bucket 1  back to their places
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -274,10 +274,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if fresh:
-        old_settings = [
-            {name: group[name] for name in ("lr", "weight_decay") if name in group}
-            for group in optimizer.param_groups
-        ]
+        old_settings = [_rate_and_decay(group) for group in optimizer.param_groups]
         optimizer.zero_grad(set_to_none=True)
         for parameter in fresh:
             parameter.grad = torch.zeros_like(parameter)
@@ -293,11 +290,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
     return {parameter: optimizer.state[parameter] for parameter in parameters}
 
 
+def _rate_and_decay(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "weight_decay") if name in group}
+
+
 def clear_state(optimizer: torch.optim.Optimizer) -> None:
     """Set moments and counts of steps to 0, as before the first step."""
     for state in optimizer_state(optimizer).values():
         for value in state.values():
             value.zero_()
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 @contextmanager
@@ -308,7 +313,7 @@ def changed_groups(
     have.
     """
     groups = optimizer.param_groups
-    old_settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    old_settings = [_without_parameters(group) for group in groups]
     try:
         for group in groups:
             group.update(_changed(group, config, settings))

@@ -22,9 +22,11 @@ from workers.model.rules.families import RECURRENT
 
 
 def find_mixers(layer: nn.Module) -> list[nn.Module]:
-    return [
-        mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())
-    ]
+    return [module for module in layer.modules() if _has_convolution(module)]
+
+
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:

@@ -286,11 +286,12 @@ def clip_gradients(
             by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(
                 parameter
             )
-    counted = [
-        [p.grad for p in group if not any(p is one for one in counted_elsewhere)]
-        for group in by_mesh.values()
-    ]
-    norms = [full_tensor(nn.utils.get_total_norm(gradients)) for gradients in counted if gradients]
+    uncounted = set(map(id, counted_elsewhere))
+    norms = []
+    for group in by_mesh.values():
+        gradients = [parameter.grad for parameter in group if id(parameter) not in uncounted]
+        if gradients:
+            norms.append(full_tensor(nn.utils.get_total_norm(gradients)))
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if stages is not None:
         squared = norm.square()

@@ -47,15 +47,15 @@ def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]
     begins: list[dict[int, int]] = [dict.fromkeys(worst, 0)]
     for part in range(1, parts):
         extra = last if part == parts - 1 else 0.0
-        choices = {
-            stop: [
+        best = {}
+        for stop in range(part + 1, layers + 1):
+            choices = [
                 (max(worst[start], sums[stop] - sums[start] + extra), start)
                 for start in worst
                 if start < stop
             ]
-            for stop in range(part + 1, layers + 1)
-        }
-        best = {stop: min(options) for stop, options in choices.items() if options}
+            if choices:
+                best[stop] = min(choices)
         worst = {stop: cost for stop, (cost, _) in best.items()}
         begins.append({stop: start for stop, (_, start) in best.items()})
     cuts = [layers]

@@ -37,7 +37,7 @@ def find_experts(model: nn.Module) -> list[nn.Module]:
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
     experts = {id(module) for module in find_experts(model)}
-    return [module for module in model.modules() if any(id(child) in experts for child in module.children())]
+    return [module for module in model.modules() if not experts.isdisjoint(map(id, module.children()))]
 
 
 def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -42,9 +42,10 @@ def layer_costs(packed: PackedModel, *, recomputed: float) -> tuple[list[float],
     def used(parameter: nn.Parameter) -> float:
         return parameter.numel() * (min(1.0, chosen / len(parameter)) if parameter.ndim > 2 else 1.0)
 
-    layers = [
-        sum(used(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers
-    ]
+    def matrix_cost(layer: nn.Module) -> float:
+        return sum(used(weight) for weight in layer.parameters() if weight.ndim > 1)
+
+    layers = [matrix_cost(layer) for layer in packed.layers]
     head = packed.model.get_output_embeddings() or getattr(packed.model, HEAD)
     return relative_costs(layers, head.weight.numel(), recomputed=recomputed)
 

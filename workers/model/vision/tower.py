@@ -141,8 +141,11 @@ class Vision:
         """
         if self.refusal is not None:
             raise self.refusal
-        every = [self._processed(image) for image in images]
-        return {name: _joined(name, [tensors[name] for tensors in every]) for name in every[0]}
+        processed_images = [self._processed(image) for image in images]
+        inputs = {}
+        for name in processed_images[0]:
+            inputs[name] = _joined(name, [tensors[name] for tensors in processed_images])
+        return inputs
 
     def _placeholders(self, ids: Tensor, placed: PlacedImage) -> Tensor:
         span = ids[placed.first : placed.first + placed.tokens]
@@ -239,7 +242,8 @@ def _joined(name: str, values: Sequence[Tensor]) -> Tensor:
     """Join tensors of images. Pixels [..., height, width] are padded to the largest, as processors do."""
     if values[0].ndim < 4:
         return torch.cat(list(values))
-    height, width = (max(tensor.shape[side] for tensor in values) for side in (-2, -1))
+    height = max(tensor.shape[-2] for tensor in values)
+    width = max(tensor.shape[-1] for tensor in values)
     padded = [F.pad(tensor, (0, width - tensor.shape[-1], 0, height - tensor.shape[-2])) for tensor in values]
     images = 1 if "mask" in name or padded[0].ndim == 5 else 0
     return torch.cat(padded, images)
