@@ -18,9 +18,9 @@ def use_rays_interface() -> None:
     import psutil
     import ray
 
-    interfaces = {
-        name: [address.address for address in addresses] for name, addresses in psutil.net_if_addrs().items()
-    }
+    interfaces = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        interfaces[name] = [address.address for address in addresses]
     user_variables = {*os.environ, *variables_in(nccl_files(os.environ))}
     os.environ.update(socket_variables(ray.util.get_node_ip_address(), interfaces, user_variables))
 

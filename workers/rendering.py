@@ -277,14 +277,18 @@ class Renderer:
         """
         self._check_template(where)
         words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
-        kept = {"role", "content", "tool_calls", *words}
+        read_keys = {"role", "content", "tool_calls", *words}
         try:
             formed = self._forms_for(options).apply(messages)
         except DataError as error:
             raise DataError(
                 f"{where} is not rendered by the chat template of {self.source}: {error}."
             ) from None
-        return [{name: value for name, value in m.items() if name in kept} for m in formed]
+
+        def without_unread_keys(message: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in message.items() if name in read_keys}
+
+        return [without_unread_keys(message) for message in formed]
 
     def ids(self, text: str, place: str) -> list[int]:
         return self._encoded(text, place, add_special_tokens=False)

@@ -144,9 +144,11 @@ def try_forms(render: Render) -> TemplateForms:
     arguments, empty = _call_forms(rendered)
     call = _calling(json.dumps({"a": "1"}) if arguments == TEXT else {"a": "1"}, empty)
     turns = call, {"role": "assistant", "content": "answer"}
-    thoughts = tuple(
-        name for name in THOUGHTS if any(PROBE in rendered(QUESTION, turn | {name: PROBE}) for turn in turns)
-    )
+
+    def shows_thoughts(name: str) -> bool:
+        return any(PROBE in rendered(QUESTION, turn | {name: PROBE}) for turn in turns)
+
+    thoughts = tuple(name for name in THOUGHTS if shows_thoughts(name))
     roles = {}
     visible_roles = {
         role: PROBE in rendered({"role": role, "content": PROBE}, QUESTION)

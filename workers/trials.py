@@ -172,10 +172,9 @@ def render_prompts(
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     template, run_options, tokens = examined
-    forms = {
-        text: try_forms(partial(render, template=text))
-        for text in {template, *(text for text, *_ in prompts)}
-    }
+    texts = {template}
+    texts.update(text for text, *_ in prompts)
+    forms = {text: try_forms(partial(render, template=text)) for text in texts}
 
     def in_its_form(messages: Messages, begins: bool, options: Options, text: str = template) -> str:
         check_read(text, options)

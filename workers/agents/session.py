@@ -1,5 +1,4 @@
-"""Session: a sample that an agent plays through the gateway, as a tree of sampled turns. Pure: no HTTP, no
-vLLM.
+"""Session: a sample that an agent plays through the gateway, as a tree of sampled turns. No HTTP, no vLLM.
 
     request --find--> Asked: the recorded turn that it extends, and what is new --prompt ids--> add --> Node
 
@@ -343,10 +342,11 @@ class Session(SampledTurns):
     def credit(self) -> tuple[tuple[int, float, int], ...]:
         """Return (sampled tokens, offset, 0) of each kept turn, in the order in which rows train them."""
         value = self.value or 0.0
-        return tuple(
-            (node.response.sampled_tokens, math.fsum((r or 0.0) - value for r in rewards) / len(rewards), 0)
-            for node, rewards in self._below().items()
-        )
+        offsets = []
+        for node, rewards in self._below().items():
+            offset = math.fsum((reward or 0.0) - value for reward in rewards) / len(rewards)
+            offsets.append((node.response.sampled_tokens, offset, 0))
+        return tuple(offsets)
 
     def _below(self) -> dict[Node, list[float | None]]:
         """Rewards of the leaves below each kept node, in the order in which rows train nodes."""

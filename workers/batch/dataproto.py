@@ -68,9 +68,12 @@ class DataProto:
 
         if not rows:
             raise DataError("a batch needs at least one sequence")
-        batch = cls.from_rows([{name: torch.as_tensor(row[name]).numpy() for name in row} for row in rows])
-        columns = {name: torch.as_tensor(values).numpy() for name, values in (columns or {}).items()}
-        return cls(batch.lengths, batch.tokens, columns).as_tensors()
+
+        def as_arrays(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+            return {name: torch.as_tensor(values).numpy() for name, values in row.items()}
+
+        batch = cls.from_rows([as_arrays(row) for row in rows])
+        return cls(batch.lengths, batch.tokens, as_arrays(columns or {})).as_tensors()
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, np.ndarray]]) -> "DataProto":
@@ -86,7 +89,10 @@ class DataProto:
                     f"{wrong[1]!r} has {sizes[wrong[1]]}."
                 )
         lengths = np.array([len(row[names[0]]) for row in rows], dtype=np.int64)
-        return cls(lengths, {name: np.concatenate([row[name] for row in rows]) for name in names})
+        tokens = {}
+        for name in names:
+            tokens[name] = np.concatenate([row[name] for row in rows])
+        return cls(lengths, tokens)
 
     def as_tensors(self) -> "DataProto":
         """Convert numeric columns to tensors. Others become objects."""

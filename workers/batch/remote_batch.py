@@ -7,7 +7,7 @@
 The driver selects, reorders and joins rows by index arithmetic. It never reads a token.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -152,8 +152,8 @@ class RemoteBatch:
                     f"batches with different meta data cannot be joined: {batches[0].meta}, {batch.meta}."
                 )
         return RemoteBatch(
-            {name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
-            {name: np.concatenate([b.tokens[name] for b in batches]) for name in batches[0].tokens},
+            _concatenate([batch.columns for batch in batches]),
+            _concatenate([batch.tokens for batch in batches]),
             batches[0].meta,
         )
 
@@ -167,10 +167,9 @@ class RemoteBatch:
         refs = list(dict.fromkeys(ref for column in read.values() for ref, _, _ in column))
         blocks = dict(zip(refs, ray.get(refs), strict=True))
         rows = {name: _rows(column, blocks) for name, column in read.items()}
-        lengths = {
-            name: np.array([len(row) for row in token_rows], dtype=np.int64)
-            for name, token_rows in rows.items()
-        }
+        lengths = {}
+        for name, token_rows in rows.items():
+            lengths[name] = np.array([len(row) for row in token_rows], dtype=np.int64)
         first = next(iter(lengths))
         for name, row_lengths in lengths.items():
             if not np.array_equal(row_lengths, lengths[first]):
@@ -189,6 +188,13 @@ class RemoteBatch:
         }
         images = {IMAGES: fetched(self.columns[IMAGES])} if IMAGES in self.columns else {}
         return DataProto(lengths[first], tokens, self.columns | images, meta=self.meta).as_tensors()
+
+
+def _concatenate(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    columns = {}
+    for name in tables[0]:
+        columns[name] = np.concatenate([table[name] for table in tables])
+    return columns
 
 
 def _rows(column: np.ndarray, blocks: dict["ObjectRef", DataProto]) -> list[np.ndarray]:

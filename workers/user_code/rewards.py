@@ -172,7 +172,9 @@ class Scorer:
 
     async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:
         """Return one value or _FunctionError per call. If the batch fails, each call is tried alone."""
-        columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
+        columns = {}
+        for name in function.columns:
+            columns[name] = [call.columns.get(name) for call in calls]
         try:
             values = await self._result(function, {"responses": [call.response for call in calls]} | columns)
             if not isinstance(values, Sequence) or len(values) != len(calls):

@@ -93,9 +93,9 @@ class DeltaPacker:
         self._updates += 1
         check = check or self._updates % CHECK_EVERY == 0
         parts = [changes[begin] for begin in sorted(changes)]
-        offsets, values = (
-            np.concatenate([part[i] for part in parts] or [np.empty(0, np.uint16)]) for i in (0, 1)
-        )
+        nothing = [np.empty(0, np.uint16)]
+        offsets = np.concatenate([part[0] for part in parts] or nothing)
+        values = np.concatenate([part[1] for part in parts] or nothing)
         delta = WeightDelta(counts, offsets, values, checksum(self._file) if check else None)
         self._sent_bytes += delta.nbytes
         return self._packed(delta if self._sent_bytes <= len(self._file) else None, share)
