@@ -1,9 +1,9 @@
 """Choose over how many ranks each sequence of a mini-batch is cut: the context-parallel degree of its
 micro-step.
 
-    4 ranks     degree 4   [ 0   0   0   0 ]     one micro-batch in a step, its cap and its speed those of 4 ranks
-                degree 2   [ 1   1 | 2   2 ]     ranks that share a micro-batch are neighbours
-                degree 1   [ 3 | 4 | 5 | 6 ]
+    4 ranks   degree 4   [ 0   0   0   0 ]   one micro-batch in a step, its cap and its speed those of 4 ranks
+              degree 2   [ 1   1 | 2   2 ]   ranks that share a micro-batch are neighbours
+              degree 1   [ 3 | 4 | 5 | 6 ]
 
     sequences, heaviest first --cut into classes of falling degree--> each planned as with a fixed degree
                                                                       (search/schedule.py)

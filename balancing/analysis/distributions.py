@@ -83,9 +83,9 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
     {
         "lognormal": _chat,  # chat: median 600, 16 to 8,192
         "reasoning": _reasoning,  # chains of thought: median 1,500, and one in five cut off at 32,768
-        "agentic": _agentic,  # short tool calls (70 %, median 800) and long sessions (median 12,000), up to 32,768
+        "agentic": _agentic,  # tool calls (70 %, median 800), sessions (median 12,000), up to 32,768
         "uniform": lambda rng, count, cap: rng.integers(16, LONGEST_CHAT + 1, count),
-        "grouped": _grouped,  # as `lognormal`, but the 16 responses to a prompt are neighbours of similar length
+        "grouped": _grouped,  # as `lognormal`, but 16 neighbours answer a prompt at similar length
         "equal": lambda rng, count, cap: np.full(count, 2_048, np.int64),
         "geometric": _geometric,  # the cap, its half, its quarter, ... down to 1, repeated and shuffled
         "thirds": lambda rng, count, cap: _whole(rng.uniform(cap / 3 * 0.99, cap / 3 * 1.01, count), cap),

@@ -97,7 +97,10 @@ def _headline(plan: Plan) -> str:
         degrees = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
         counts = ", ".join(f"{degree} in {(degrees == degree).sum():,}" for degree in np.unique(degrees))
         share = numbers["exchange_share"]
-        text += f"\nRanks that share a sequence: {counts} micro-steps. Their exchange takes {share:.2%} of the work."
+        text += (
+            f"\nRanks that share a sequence: {counts} micro-steps. Their exchange takes {share:.2%} of the "
+            "work."
+        )
     if pipeline := plan.settings.pipeline:
         virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
         text += (
@@ -201,7 +204,10 @@ def _about_count(plan: Plan) -> str:
     if part.steps == needed:
         reason = f"the fewest that max_tokens={plan.max_tokens:,} allows"
     elif part.steps == requested_steps:
-        reason = f"as min_count={how.min_count} and multiple_of={how.multiple_of} ask, while the caps need {needed}"
+        reason = (
+            f"as min_count={how.min_count} and multiple_of={how.multiple_of} ask, while the caps need "
+            f"{needed}"
+        )
     else:
         reason = f"where the caps need at least {needed}"
     if how.order == "makespan" and part.steps > max(needed, requested_steps):

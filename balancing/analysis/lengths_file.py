@@ -4,7 +4,7 @@
     .jsonl   one number or one object per line
     .csv     a header with the column, or a single column of numbers without a header
     .parquet the column
-    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...], "mini_batch": [...], "plan": {...}} per line
+    folder   a run: lengths.jsonl, a line {"step": 7, "lengths": [...], "mini_batch": [...], "plan": {...}}
 
 `column` defaults to the first of `COLUMNS` in the file. The length of a list, such as `input_ids`, is its
 size.
@@ -143,7 +143,7 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
 def json_records(
     path: Path, *checks: Callable[[dict[str, Any]], object]
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    r"""Yield every line with its object. Skip, with a warning, a line on which json.loads or one of `checks` raises.
+    r"""Yield every line with its object. Skip, with a warning, lines that json.loads or `checks` refuse.
 
     Only \n ends a line: `str.splitlines` also splits inside texts, at U+2028 and others.
     """

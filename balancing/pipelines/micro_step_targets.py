@@ -15,9 +15,9 @@ paths were picked.
 
 Long sequences, which cannot be cut, put levels on these times:
 
-    sequences, heaviest first --> every `ranks`-th --> its weight v_j: more than j * ranks sequences are as heavy
+    sequences, heaviest first --> every `ranks`-th --> its weight v_j: more than j * ranks are as heavy
     best shape of times t --> sum over steps of min(q_j, floor(t / v_j)) above j, for every j?
-                              no: raise the step that is nearest to the next multiple of v_j, best shape again --> times
+                              no: raise the step nearest to the next multiple of v_j, and again --> times
 
 A micro-batch of time t holds at most floor(t / v_j) such sequences, and at most q_j under the caps, so every
 plan passes this test. A shape that fails cannot be dealt: its steps would come out longer.

@@ -2,14 +2,14 @@
 
     each number of micro-steps, from the fewest --+--> as without a pipeline (search/schedule.py)      --+
                                                   +--> best shape (micro_step_targets.py), dealt to it --+
-      --> fastest order of each (pipeline_time.py) --> the least makespan, with as few micro-steps as come near it
+      --> fastest order of each (pipeline_time.py) --> the least makespan, or near it with fewer micro-steps
 
 A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps.
 Sequences are dealt to the target times:
 
     sequences, heaviest first --+--> layers of `ranks` neighbours, one for each rank
-                                |      --> each to the micro-step with most room left below its time, under the caps
-                                +--> each to the micro-batch with most room left below the time of its step, too
+                                |      --> to the micro-step with most room left below its time and the caps
+                                +--> to the micro-batch with most room left below its step's time, too
       --> exchanges within each step (search/exchange.py)
 
 Layers of neighbours keep the ranks of a step even, also under tight caps. One by one, short sequences fill

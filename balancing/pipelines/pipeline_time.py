@@ -1,9 +1,9 @@
 """Simulate a mini-batch on a pipeline, and search for the order of micro-steps with the least makespan.
 
-    Pipeline, m --> passes: what each waits for, whose micro-batch, which share      (built once for each m)
+    Pipeline, m --> passes: what each waits for, whose micro-batch, which share    (built once for each m)
     times of m micro-steps --> every pass ends at its cost + the later of
                                  the end of the pass before it on its stage
-                                 the arrival of its input from another stage      --> makespan, bubble, timeline
+                                 the arrival of its input from another stage    --> makespan, bubble, timeline
 
 A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times
 that back. Data-parallel ranks of a stage gather its parameters together, so t is the most over the ranks.

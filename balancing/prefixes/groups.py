@@ -1,8 +1,8 @@
 """Describe the tokens that sequences share at their start: a group's prefix, and longer ones between
 neighbours.
 
-    p p p a b c | p p p a b d | p p p a x | p p p y z      a group with a prefix of 3 tokens, in the order of its tree
-    0             5             4           3              depths: tokens shared with the neighbour before
+    p p p a b c | p p p a b d | p p p a x | p p p y z   a group with a prefix of 3, in the order of its tree
+    0             5             4           3           depths: tokens shared with the neighbour before
 
 The order of a tree's leaves and the depths between neighbours define the tree: two sequences share the least
 depth between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation in Suffix Arrays").

@@ -1,7 +1,7 @@
 """Schedule sequences that share prefixes: each micro-batch computes a prefix once.
 
     whole groups --> Karmarkar-Karp (search/assignment.py) --> near the lower bound? done
-    groups in three orders --> the lowest level up to which one fills all micro-batches              (fill_groups)
+    groups in three orders --> the lowest level up to which one fills all micro-batches          (fill_groups)
       --> sorted, dealt into micro-steps
 
 Each part of a divided group computes its prefix again, but parts fit under the cap and even out the

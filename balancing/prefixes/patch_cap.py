@@ -1,7 +1,7 @@
 """Keep a cap on the image patches of a micro-batch.
 
-schedule under the other caps --> micro-batches above the cap --> their groups with most patches move, each to the
-                                                                  lightest micro-batch with room, else more steps
+schedule under the other caps --> micro-batches above the cap --> their groups with most patches move,
+                                      each to the lightest micro-batch with room --> else more steps
 """
 
 from dataclasses import replace

@@ -2,10 +2,10 @@
 
     global batch --deal--> ranks --cut--> each rank's micro-batches, independent of other ranks
 
-                    deal over ranks                    cut into micro-batches
-    verl            Karmarkar-Karp, equal counts       Karmarkar-Karp, as many as tokens / cap on the fullest rank
-    mindspeed_rl    longest first, to the lightest     the same
-    roll            sorted, dealt with stride          in that order, as many rows as fit, padded to the longest
+                   deal over ranks                 cut into micro-batches
+    verl           Karmarkar-Karp, equal counts    Karmarkar-Karp, as many as tokens / cap on the fullest rank
+    mindspeed_rl   longest first, to the lightest  the same
+    roll           sorted, dealt with stride       in that order, as many rows as fit, padded to the longest
 
 `published_steps` is each algorithm as published: mini-batches follow from the deal, and micro-batches may
 exceed the cap. `schedule_rank_locally` keeps the caller's mini-batches and every cap.
@@ -111,11 +111,11 @@ def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, 
     count = max(-(-int(tokens[mine].sum()) // max_tokens) for mine in rows)
     columns = []
     for mine in rows:
-        sets = (
-            partition(tokens[mine], count, algorithm="karmarkar_karp", allow_empty=True) if len(mine) else []
-        )
-        sets = sorted(sets, key=lambda inside, mine=mine: -float(costs[mine[inside]].sum()))  # type: ignore[misc]
-        columns.append([mine[inside] for inside in sets] + [mine[:0]] * (count - len(sets)))
+        sets = []
+        if len(mine):
+            places = partition(tokens[mine], count, algorithm="karmarkar_karp", allow_empty=True)
+            sets = sorted((mine[inside] for inside in places), key=lambda part: -float(costs[part].sum()))
+        columns.append(sets + [mine[:0]] * (count - len(sets)))
     return [list(step) for step in zip(*columns, strict=True)]
 
 

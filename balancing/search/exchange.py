@@ -7,7 +7,7 @@ a and b are bundles of up to two members, sorted by weight, so that one pass ove
 exchange. Each exchange makes the heavier group lighter and no group heavier than the heavier one was, so the
 search ends.
 
-    first[group] -> sequence -> following[sequence] -> .. -> -1        groups are linked lists, heaviest member first
+    first[group] -> sequence -> following[sequence] -> .. -> -1   groups are linked lists, heaviest first
 """
 
 from typing import NamedTuple

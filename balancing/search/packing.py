@@ -1,6 +1,6 @@
 """Pack sequences into micro-batches under a cap on tokens.
 
-    lengths -> aligned sizes -> number of micro-batches -> filling by workload, under the caps -> exchanges -> indices
+    lengths -> aligned sizes -> number of micro-batches -> filling by workload under the caps -> exchanges
 
 A packed micro-batch takes the sum of its aligned lengths, a padded one its rows times the longest aligned
 length.

@@ -1,6 +1,6 @@
 """Schedule a mini-batch: which micro-batches run at the same time, and on which rank.
 
-    sequences --> Karmarkar-Karp, refined (assignment.py) --> at workload / ranks? --> order of steps --> ranks
+    sequences --> Karmarkar-Karp, refined (assignment.py) --> at workload / ranks? --> order of steps, ranks
                                                            no: try more, keep the fastest
     more: fill long steps first
 
@@ -10,8 +10,8 @@ heaviest micro-batch: at least workload / ranks, and at least what long sequence
 
 Filling long steps first:
 
-    longest sequence left --> time limit of the next step --> sequences, longest first, to the lightest rank within it
-                              ^------------------------------ next step, then the rest is dealt (assignment.py)
+    longest sequence left --> time limit of the next step --> longest sequences to the lightest rank within it
+                              ^------------------------- next step, then the rest is dealt (assignment.py)
 """
 
 from collections.abc import Callable, Sequence

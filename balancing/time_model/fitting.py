@@ -1,6 +1,6 @@
 """Fit a machine's overheads and efficiencies to measured runs.
 
-micro-steps, generations, transfers of a run --terms of the model, linear in what is fitted--> Machine, Efficiency
+    micro-steps, generations, transfers of a run --terms, linear in what is fitted--> Machine, Efficiency
 
 Each kind of work is fitted by least squares of relative errors, drawn towards the stated values, so that what
 the runs do not show stays as it was: minimise mean (predicted / measured - 1)**2 + PRIOR * mean (value /

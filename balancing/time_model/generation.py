@@ -1,6 +1,6 @@
 """Simulate continuous batching: how long engines sample a step's responses, and how full they are.
 
-    responses of one engine --slots--> start and end of each, in engine steps --sums--> batch and tokens of every step
+    responses of one engine --slots--> start and end of each, in steps --sums--> batch and tokens of a step
     an engine step = max(weights + keys and values read / bandwidth, FLOPs / peak) + host
 
 A running request gets one token in each engine step, so that starts and ends depend only on lengths and

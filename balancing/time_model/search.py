@@ -1,6 +1,6 @@
 """Search the layouts of a cluster for the fastest steps, best first, by branch and bound.
 
-    training halves, by seconds --+--> pairs by lower bound --step_time--> layouts by seconds, as many as are asked for
+    training halves, by seconds --+--> pairs by lower bound --step_time--> the fastest layouts
     engine halves, by GPUs -------+
 
 A layout is a training half and an engine half. Each half's seconds depend on it alone, and bound the step
