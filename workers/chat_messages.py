@@ -1,6 +1,6 @@
 """Chat messages of records and requests: checked, and in one form, whatever library wrote them.
 
-messages, or their JSON in a text --cleaned--> role, content: text | parts of types text and image, tool_calls, ...
+messages, or their JSON in a text --cleaned--> role, content: text | parts (text, image), tool_calls, ...
 """
 
 from typing import Any

@@ -1,14 +1,14 @@
 """An environment: the other side of a conversation with the policy. One object plays one episode.
 
-    environment = Environment()                            in a separate process
-    prompt += await environment.reset(record)              may be empty
+    environment = Environment()                           in a separate process
+    prompt += await environment.reset(record)             may be empty
     while turns and tokens are left:
-        response = await policy(prompt)                    includes the end-of-sequence token
-        observation = await environment.step(response)     a Turn: the text, and what vLLM's parsers find in it
+        response = await policy(prompt)                   includes the end-of-sequence token
+        observation = await environment.step(response)    a Turn: the text, and what vLLM's parsers find in it
         reward += observation.reward
         if observation.done:
             break
-        prompt += response + observation.text              token ids: sampled tokens are never tokenized again
+        prompt += response + observation.text             token ids: sampled tokens are never tokenized again
 
 Users write the class. It needs neither Ray, torch nor vLLM.
 """

@@ -175,7 +175,7 @@ def _read_bare(text: str) -> MathAnswer:
 
 
 def last_boxes(text: str) -> tuple[str, str]:
-    r"""Return the content of the last `\boxed{}`, with those before it that a comma, "and" or "or" joins to it.
+    r"""Return the content of the last `\boxed{}`, with those that a comma, "and" or "or" joins to it.
 
     Returns also the text after it. The content is "" if the last box does not end.
     """

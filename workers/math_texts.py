@@ -1,4 +1,4 @@
-r"""Write answers with the signs that math-verify reads: it takes `√2` for 2, and `12\,345` for the sum of two numbers.
+r"""Write answers with the signs that math-verify reads. It takes `√2` for 2, and `12\,345` for a sum.
 
 text --plain_text--> LaTeX     text --choice_in--> letter of a choice, text behind it
 """
@@ -58,7 +58,7 @@ def plain_text(text: str) -> str:
 
 
 def choice_in(text: str) -> tuple[str, str]:
-    r"""Return a choice's letter and the text behind it, `C` and `5` of `\textbf{(C)}\ 5`. Both are empty without."""
+    r"""Return a choice's letter and the text behind it, `C` and `5` of `\textbf{(C)}\ 5`, or empty texts."""
     match = CHOICE.fullmatch(unwrapped(text).strip())
     if match is None:
         return "", ""
@@ -74,5 +74,5 @@ def unwrapped(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    r"""Return a text without white space, in LaTeX too, and without `\text{}`, to compare it as it is written."""
+    r"""Return a text without white space, in LaTeX too, and without `\text{}`, to compare it as written."""
     return "".join(re.sub(r"\\[ ,;!]|~", "", unwrapped(text)).split()).strip("$")

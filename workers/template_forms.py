@@ -1,10 +1,10 @@
 """Forms in which a chat template reads messages, and what it leaves out of them.
 
-    messages of a record --TemplateForms.apply--> the same for this template --first_hidden--> a message it leaves out
+    messages of a record --TemplateForms.apply--> for this template --first_hidden--> a message it leaves out
 
-    arguments of calls     a mapping, or JSON in a text: templates write the other form doubly encoded, or raise
-    content beside calls   a text, or None: some templates show calls only beside None
-    thoughts               under one of THOUGHTS, others are left out
+    arguments of calls   a mapping, or JSON in a text: templates write the other form doubly encoded, or raise
+    content beside calls a text, or None: some templates show calls only beside None
+    thoughts             under one of THOUGHTS, others are left out
 
 Each form is tried once a template, on made-up messages.
 """

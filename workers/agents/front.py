@@ -1,7 +1,7 @@
 """SessionFront: agents elsewhere ask it for sessions, and reach through it the engine that has theirs.
 
     agent --POST /sessions-------> a waiting session: base URL, key, record
-          --/sessions/NAME/v1/...> gateway of the rollout actor that has it: URL and key stay when the session moves
+          --/sessions/NAME/v1/...> gateway of the rollout actor that has it. URL and key stay when it moves
           --/sessions/NAME/reward> the end
 
     rollout actor --offer--> taken --play--> ended           turn: before an answer reaches the agent

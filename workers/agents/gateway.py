@@ -1,7 +1,7 @@
 """Gateway: sessions of agents over HTTP, in the event loop of an engine's actor.
 
-    agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [routes: vLLM's] --> engine
-                                                      '--> Session: the answer as a turn, before its last bytes go out
+    agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [vLLM's routes] --> engine
+                                                      '--> Session: the answer as a turn, before its end
 
 An answer is completed without its client, so that a retry can read it. Nothing but the listed routes is
 reachable.

@@ -1,7 +1,7 @@
 """One form for all messages that a chat template renders alike, for the digests of histories.
 
-    "1 1"    [text "1 1"]    [text "1", text " 1"]  -->  "1 1" if the template writes parts one behind the other
-                                                        else as they are: it writes a line for each, or the first alone
+    "1 1"   [text "1 1"]   [text "1", text " 1"] --> "1 1" if the template writes parts one behind the other
+                                                     else as they are: a line for each, or the first alone
 
 Each shape of a message is tried once, on texts with blanks around them.
 """

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 FORCED = ("response_format", "structured_outputs", "tool_choice", "text")  # constrain what is sampled
 OTHERS = {
-    "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search", "watermarking",
-    "repetition_detection", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
+    "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search",
+    "watermarking", "repetition_detection", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
     "continue_final_message", "truncate_prompt_tokens", "documents", "previous_response_id", "background",
     "functions", "function_call", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 }  # fmt: skip

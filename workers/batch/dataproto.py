@@ -3,10 +3,10 @@
     rows --from_rows--> object store --RemoteBatch.gather--> rank --slice--> micro-batch --pack--> model
          (NumPy)                                        (torch, all tokens in one row)
 
-    tokens    name -> [T, ...]            input_ids, loss_mask, log-probs. Row i is offsets[i] to offsets[i + 1]
-    columns   name -> [B, ...]            numbers per sequence: reward, advantages
-    objects   name -> object array [B]    anything else per sequence: uid
-    meta      name -> anything            facts about the whole batch: step
+    tokens    name -> [T, ...]          input_ids, loss_mask, log-probs. Row i is offsets[i] to offsets[i + 1]
+    columns   name -> [B, ...]          numbers per sequence: reward, advantages
+    objects   name -> object array [B]  anything else per sequence: uid
+    meta      name -> anything          facts about the whole batch: step
 
 B sequences, T tokens of all sequences. The object store holds NumPy arrays, which readers map without a copy.
 Workers convert them to torch.

@@ -1,6 +1,6 @@
 """LoRA adapters of an engine, when several policies are trained from its base model.
 
-peft's files of a policy --load--> vLLM, which reads them        request.adapter --of--> adapters of this version
+peft's files of a policy --load--> vLLM, which reads them     request.adapter --of--> adapters of this version
 """
 
 from collections.abc import Awaitable, Mapping

@@ -1,6 +1,6 @@
 """Faster ways to compute on CPUs what vLLM 0.32 computes slowly there: RMSNorm and LoRA adapters.
 
-    x --contiguous, whole vectors, weight of its type?--> vLLM's kernel for norms, which it offers to GPUs alone
+    x --contiguous, whole vectors, weight of its type?--> vLLM's kernel for norms, offered to GPUs alone
                                                      no --> vLLM's own way, eight calls of torch
     tokens of an adapter, together --> two products        vLLM's own way copies the adapter for each token
 

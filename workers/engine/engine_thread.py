@@ -1,6 +1,6 @@
 """vLLM's scheduler and model in a thread of the actor. `AsyncLLM` normally runs them in a separate process.
 
-    AsyncLLM --commands, futures--> [thread: commands between two steps, one step after another while requests wait]
+    AsyncLLM --commands, futures--> [thread: commands between two steps, steps while requests wait]
         ^------------ outputs of a step, as they are, no serialisation -------------|
 
 On a CPU a second process competes for cores: it loads vLLM again (12 s) and serialises every step's tokens (a

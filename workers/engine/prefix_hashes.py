@@ -1,6 +1,6 @@
 """Hashes of a sample's prefixes, by which the driver finds shared tokens without reading any.
 
-    prompt | 1 | 2 | 3 | ... | 64 | 65 .. 68 | 69 .. 72 | ...     a hash of all tokens up to each bar after the first
+    prompt | 1 | 2 | 3 | ... | 64 | 65 .. 68 | 69 .. 72 | ...   a hash of the tokens up to each later bar
 
 Two samples of a prompt share tokens up to their last equal hash. At most a 16th more stays unseen, and
 nothing within the first 64 tokens after the prompt.

@@ -2,7 +2,7 @@
 encoded.
 
     turn ids --turn--> Turn for Environment.step
-    text of an observation --observed--> the ids that follow the turn, and the next prompt if it is another one
+    text of an observation --observed--> the ids that follow the turn, and the next prompt if it is another
 
 With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the
 end of the stand-in is new:

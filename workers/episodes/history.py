@@ -3,9 +3,9 @@ wrote.
 
     message of a turn --opaque--> the same with stand-ins --template--> text --next_prompt--> texts, ids
 
-    sampled     <think>2 + 2.</think>four<end>
-    rendered    <user>2 + 2?<end><assistant>STAND-IN<end><user>Sure?<end><assistant>
-    parts       <user>2 + 2?<end><assistant>four<end><user>Sure?<end><assistant>        four<end>: as it was sampled
+    sampled  <think>2 + 2.</think>four<end>
+    rendered <user>2 + 2?<end><assistant>STAND-IN<end><user>Sure?<end><assistant>
+    parts    <user>2 + 2?<end><assistant>four<end><user>Sure?<end><assistant>     four<end>: as it was sampled
 
 The template never reads what the policy wrote, so nothing in it can be mistaken for the template's. Added
 tokens such as `</think>` stay in place, for templates that look for them.

@@ -1,7 +1,7 @@
 """Findings about a chat template: what it makes of an assistant's turn when another message follows.
 
     messages --render--> text read and sampled so far (seen), and the same with a message behind (after)
-    after begins with seen: appends     else: rewrites, with the changed text     not rendered or not shown: refuses
+    after begins with seen: appends     else: rewrites, with the change     not rendered or shown: refuses
 
 Templates are programs: `workers.trials.render_prompts` calls this in a separate process.
 """

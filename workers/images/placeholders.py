@@ -41,8 +41,8 @@ class Placeholders:
         places = np.flatnonzero(ids == self.id)
         if len(places) != len(images):
             raise DataError(
-                f"{place} has {len(images)} images, and {len(places)} places for them ({self.token}). Write a part "
-                '{"type": "image"} in a message, or that token in a text, for each image.'
+                f"{place} has {len(images)} images, and {len(places)} places for them ({self.token}). "
+                'Write a part {"type": "image"} in a message, or that token in a text, for each image.'
             )
         if images and self._compared:
             self._compared -= 1

@@ -1,7 +1,7 @@
 """Copies between host and device that neither waits for.
 
-tensors of a micro-batch --one pinned buffer--> one transfer --> views on the device        `to_device`
-CopyStream    host <--> device on a stream of its own, in parallel with the computation: activations, optimiser
+to_device    tensors of a micro-batch --one pinned buffer--> one transfer --> views on the device
+CopyStream   host <--> device on a second stream, in parallel with computing: activations, optimiser
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Micro-batches through the model of this rank, or its pipeline stage: forward, and backward with losses.
 
-    DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
-    stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
+    DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward  one stage
+    stage:  receive --> forward --> send ... receive gradient --> backward --> send             one of several
 
 The order comes from `balancing.pipelines.pipeline`. A single stage alternates forward and backward. A stage
 asks for a tensor right before the pass that reads it. Asked for one pass earlier, NCCL's kernel would wait

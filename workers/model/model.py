@@ -5,9 +5,9 @@ config.json --check_layout--> safetensors --> HF model + ballast_packed --> Pack
 
 torch.compile of each decoder layer, before FSDP wraps it:
 
-    layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention, as it is
-                                       --> [compiled: o, norm, MLP] --> FSDP frees
-                                       --> [compiled: o, norm] --> router, exchange --> [compiled: experts] --> ...
+    layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention
+                                   --> [compiled: o, norm, MLP] --> FSDP frees
+                                   --> [compiled: o, norm] --> router, exchange --> [compiled: experts] --> ..
 
 Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged. Attention is a
 graph break on purpose: traced, it would recompile for every layer and every list of segment lengths. So all

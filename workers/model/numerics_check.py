@@ -1,7 +1,7 @@
 """Compare the engine with the model's own forward pass on a few random sequences at load.
 
-    Probe --one sequence after the other, transformers' own attention, float32--> expected      rank 0, the whole model
-          --in rows, as the run lays out its micro-batches--> Outputs                           every rank, its shards
+    Probe --one sequence after the other, own attention, float32--> expected   rank 0, the whole model
+          --in rows, as the run lays out its micro-batches--> Outputs               every rank, its shards
     expected, Outputs --compare--> Difference --> nothing, or UnsupportedModelError
 
 Lists of families cannot keep up with transformers: a state that leaks between sequences, ignored positions,

@@ -41,7 +41,7 @@ from workers.model.value_head import LOADERS, name_pad_token
 
 
 class ShardedModel:
-    """Hold a model that is sharded over the ranks. `TrainingEngine` computes with it, and names the arguments.
+    """Hold a model that is sharded over the ranks. `TrainingEngine` computes with it.
 
     trained: whether an optimiser follows. Without one the model is frozen.
     """

@@ -85,7 +85,10 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
     family = description.get("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         if "auto_map" in description:
-            problem = f"model_type={family} needs code from the model's folder, which is never run. Take another model"
+            problem = (
+                f"model_type={family} needs code from the model's folder, which is never run. Take another "
+                "model"
+            )
         elif family is None:
             problem = "config.json names no model_type. Put the config.json of these weights there"
         else:
@@ -173,7 +176,8 @@ def weight_shapes(folder: Path) -> Shapes:
 def _shapes_of_file(file: Path, key: str) -> Shapes:
     try:
         with safe_open(file, framework="np") as weights:
-            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+            names = weights.keys()  # a file of safetensors is not a mapping
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
     except SafetensorError as error:
         with file.open("rb") as start:
             is_pointer = start.read(len(LFS_POINTER)) == LFS_POINTER

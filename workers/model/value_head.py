@@ -2,7 +2,7 @@
 
     rows of tokens --decoder--> hidden states of the cells `predicting` [N, H] --score--> values [N]
 
-    critic         the cell before each token of the policy (`ModelInput.predicting`): V of the state before the token
+    critic         the cell before each token of the policy (`ModelInput.predicting`): V of the state there
     reward model   the cell of each sequence's last token (`packing.read_last`)
 
 Shapes: R rows of W cells, N predicted tokens, B sequences.

@@ -1,9 +1,9 @@
 """VllmEngineActor: the actor around one vLLM engine.
 
-    requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> DataProto, list[SampleResult], ...
+    requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> DataProto, SampleResults
                                turn | ^ observation              with an environment
                                     v |
-                            [EnvironmentPool: a process an episode]      or an agent's process --HTTP--> [Gateway]
+                            [EnvironmentPool: a process an episode]   or an agent's process --HTTP--> Gateway
     payload --update_weights--> pause, load, resume (requests in flight continue)
 
 On GPUs `AsyncLLM` runs its model in separate processes. On a CPU the model runs in a thread of this process.

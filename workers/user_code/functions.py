@@ -1,6 +1,6 @@
 """Find users' functions and classes: imported, described and pickled in another process, never in ours.
 
-    find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
+    find_function(key, "module:function" or "path/file.py:function") --process--> import, pickle
         --> UserFunction(packed, signature), which only the processes that run it unpickle
     IsolatedFunction(arguments) --process, kept--> unpickle once, call --JSON--> value
 

@@ -7,7 +7,7 @@
     process.fork()                     --socket-->           a copy of the process, with its own connection
     process.end()                                            killed, with all that it has started
 
-    UserProcess --fork--> keeper --fork--> a copy, which users' code may crash: the keeper kills what it leaves behind
+    UserProcess --fork--> keeper --fork--> a copy, for users' code: the keeper kills what it leaves behind
 
 Our process never unpickles users' data. A UserProcess ends with its parent and ignores Ctrl-C.
 """

@@ -1,7 +1,7 @@
 """Tasks of installed packages, named where a file of records is:
 `reasoning_gym:leg_counting?size=2000&seed=1`.
 
-    PACKAGE:NAME?key=value&key.sub=value --task_records--> another process imports the package --JSON--> records
+    PACKAGE:NAME?key=value&key.sub=value --task_records--> a process imports the package --JSON--> records
 
 Each record has a `prompt` of chat messages, and what its reward needs.
 """
@@ -33,7 +33,8 @@ def check_installed(key: str, text: str) -> None:
     package = package_of(text)
     if package and find_spec(package) is None:
         raise ConfigError(
-            f'{key}={text}: the package {package} is not installed. Install it: `pip install "ballast-rl[{package}]"`.'
+            f"{key}={text}: the package {package} is not installed. Install it: "
+            f'`pip install "ballast-rl[{package}]"`.'
         )
 
 

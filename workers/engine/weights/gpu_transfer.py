@@ -1,10 +1,10 @@
 """Send new weights to engines on GPUs, device to device. CPU tests replace communicator and memory handles.
 
     sender = WeightSender("apart", engines, weights, metadata, rank=rank, ...)   # on every policy rank, once
-    sender.send(version)                                                # on every policy rank, after every update
+    sender.send(version)                                                    # and after every update
 
-    policy ranks --gather, weight by weight--> rank 0 --nccl broadcast--> engines on other GPUs          (`apart`)
-    policy ranks --gather to all, chunk by chunk--> CUDA handles of all --ipc--> engines on these GPUs   (`colocated`)
+    policy ranks --gather, weight by weight--> rank 0 --nccl broadcast--> engines on other GPUs (`apart`)
+    policy ranks --gather to all, chunk by chunk--> CUDA handles --ipc--> engines on these GPUs (`colocated`)
 
 vLLM's trainer side carries the bytes and decides the order. It reaches our actors through `EngineClient`.
 """

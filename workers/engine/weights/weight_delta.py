@@ -1,8 +1,8 @@
 """Send the changes of an update: positions and new values, in words of two bytes.
 
-    policy rank 0: its file of weights --compared with the new ones--> WeightDelta, or the whole file if that is less
+    policy rank 0: its file of weights --compared with the new ones--> WeightDelta, or the file if smaller
     driver:        references to [whole file, delta, delta, ...]
-    engine:        its own file <--written-- those after its version;      vLLM then loads the file as a whole one
+    engine:        its own file <--written-- those after its version; vLLM then loads the file as a whole one
 
 Rank 0 and every engine keep the file in host memory: the model's bytes in the engines' dtype. An engine that
 starts late or missed a version begins with the whole file. Words are compared, not numbers: NaN and signs of

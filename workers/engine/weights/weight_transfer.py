@@ -4,9 +4,9 @@
     with private_file(payload) as path:                   # every rollout actor, in memory, mode 0600
         await hold_requests(engine, clear_cache=True)     # requests in flight wait, their KV cache is dropped
         await engine.start_weight_update()
-        await engine.update_weights({"path": path})       # every engine process maps the file and loads its share
+        await engine.update_weights({"path": path})       # every engine process maps and loads its share
         await engine.finish_weight_update(version)
-        await engine.resume_generation()                  # they continue with the new weights, KV cache recomputed
+        await engine.resume_generation()                  # they continue, KV cache recomputed
 
 GPUs use `workers.engine.weights.gpu_transfer`. Torch and vLLM are imported late, because every vLLM process
 loads this module as a plugin. Without `end_with_actor` vLLM's processes would outlive a killed actor and keep

@@ -1,15 +1,15 @@
 """Causal attention within the segments of a packed row, as one function registered with transformers.
 
-    RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
+    RowLayout --PackedAttention--> model.forward(packed_attention=...) --> layers: ballast_packed --> kernel
 
 The segments are passed as an argument. transformers would infer them from `position_ids`, and silently misses
 packing when a KV cache is created or an all-ones mask is passed.
 
-    backend   where                            sliding window   soft-capping   sinks
-    flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
-    varlen    CUDA, half precision             yes              no             yes      torch.nn.attention.varlen
-    flash     CUDA, half precision             yes              yes            no       the flash-attn package
-    sdpa      anywhere, a call a segment       yes              yes            yes
+    backend   where                         sliding window   soft-capping   sinks
+    flash3    Hopper, half precision        yes              no             yes     varlen on FlashAttention 3
+    varlen    CUDA, half precision          yes              no             yes     torch.nn.attention.varlen
+    flash     CUDA, half precision          yes              yes            no      the flash-attn package
+    sdpa      anywhere, a call a segment    yes              yes            yes
 
 Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head dimension, L tokens of one
 segment.

@@ -1,20 +1,21 @@
 """Context parallelism: the ranks of a group share every sequence, and gather the predictions of the whole
 row.
 
-    PackedRow --cut--> a rank's part --model--> log_probs, entropy of its tokens --gather_tokens--> of the row, [N]
+    PackedRow --cut--> a rank's part --model--> log_probs, entropy of it --gather_tokens--> of the row, [N]
 
-    sequence of 6 tokens, cp = 2, padded to 8:    0 1 | 2 3 | 4 5 | p p      2 * cp equal segments
-    cp rank 0 holds segments 0 and 3:             0 1 p p                    rank r: segments r and 2 * cp - 1 - r,
-    cp rank 1 holds segments 1 and 2:             2 3 4 5                    so that causal work is the same on all
+    sequence of 6 tokens, cp = 2, padded to 8:   0 1 | 2 3 | 4 5 | p p  2 * cp equal segments
+    cp rank 0 holds segments 0 and 3:            0 1 p p                rank r: segments r and 2 * cp - 1 - r,
+    cp rank 1 holds segments 1 and 2:            2 3 4 5                so that causal work is the same on all
 
 If sequences share tokens, the cells are assigned one by one instead, see `prefix_rows`.
 
 Only attention looks at other tokens. Two methods exchange them:
 
     ulysses   [H heads, T/cp tokens] --all-to-all--> [H/cp heads, T tokens] --any kernel--> all-to-all back
-              (Jacobs et al. 2023, arXiv:2309.14509). A rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements a layer,
-              less with each rank more. Needs heads that divide by cp
-    ring      keys and values pass from rank to rank, `ring_attention`, for any number of heads. Sends 2 T/cp K D (cp-1)
+              (Jacobs et al. 2023, arXiv:2309.14509). A rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements
+              a layer, less with each rank more. Needs heads that divide by cp
+    ring      keys and values pass from rank to rank, `ring_attention`, for any number of heads.
+              Sends 2 T/cp K D (cp-1)
 
 Every rank computes the loss of the whole row from the same predictions.
 

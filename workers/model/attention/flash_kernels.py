@@ -1,7 +1,7 @@
 """Flash attention with its log-sum-exp in and out, and the merging of blocks by it: ring parts, shared
 prefixes, sinks.
 
-    block = some queries, which see some keys --flash kernel--> out, lse of these keys --merged--> out, lse of all
+    block = some queries, which see some keys --flash kernel--> out, lse of these --merged--> of all keys
 
     lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 

@@ -1,9 +1,9 @@
 """Ring attention: keys and values pass from rank to rank, and every rank attends with its own queries.
 
-    step 0        own keys, causal                        rank r holds segments r and 2n-1-r of every sequence
-    step i        keys of rank s = r - i (mod n)          s < r: all queries see the first half of the keys, no others
-                                                          s > r: the second half of the queries sees all keys
-    every step    send keys and values to rank r + 1, receive the next, while this step's attention runs
+    step 0       own keys, causal                 rank r holds segments r and 2n-1-r of every sequence
+    step i       keys of rank s = r - i (mod n)   s < r: all queries see only the first half of the keys
+                                                  s > r: the second half of the queries sees all keys
+    every step   send keys and values to rank r + 1, receive the next, while this step's attention runs
 
 So every rank does the same work at every step. If sequences share tokens, a rank holds every n-th cell, which
 is also balanced (`prefix_rows.py`). Backward walks the ring again. The gradients of keys and values travel

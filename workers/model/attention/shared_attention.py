@@ -1,7 +1,7 @@
 """Attention of a row in which sequences share their prefixes (`prefix_rows.py`).
 
-    a call a level     level 0: every run, causal over itself. Level n: the runs that continue a prefix, over it. Merged
-                       by their log-sum-exp (`flash_kernels.py`)
+    a call a level     level 0: every run, causal over itself. Level n: the runs that continue a prefix, over
+                       it. Merged by their log-sum-exp (`flash_kernels.py`)
     a call a path      every run over the cells before it on its path, and causal over itself. Keys are copied
     a call a tree      a run and its continuations, with a mask that hides cells off its path
 

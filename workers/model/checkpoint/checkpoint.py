@@ -3,7 +3,7 @@ or absent.
 
     save: state --copy to host memory--> training continues
                           \\--background--> every rank its shards, fsync --> manifest --rename--> step-30/
-    load: manifest --> checksums --> names and shapes --> every rank reads its own slices, for any number of writers
+    load: manifest --> checksums --> names and shapes --> ranks read their slices, of any number of writers
 
 Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own
 metadata is a pickle. `HuggingFaceStorageReader` derives it from the files' headers.

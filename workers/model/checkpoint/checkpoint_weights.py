@@ -1,13 +1,13 @@
 """The weights of a sharded model as its files name and shape them, gathered and converted one conversion at a
 time.
 
-    shards --adapter merged, cast--> half the bytes --gather--> whole tensors of one conversion --Conversion--> vLLM,
-                       of the stage that holds the weight --> on every rank                                     files
+    shards --adapter merged, cast--> half the bytes --gather--> whole tensors of a conversion --Conversion-->
+                       of the stage that holds the weight --> on every rank --> vLLM, files
 
-    in memory                                             on disk
-    ...layers.0.mlp.experts.gate_up_proj [E, 2F, H] --+--> ...layers.0.block_sparse_moe.experts.0.w1.weight [F, H]
-                                                      +--> ...layers.0.block_sparse_moe.experts.0.w3.weight [F, H] ...
-    model.norm.weight --------------------------------+--> the same
+    in memory                                       on disk
+    ...0.mlp.experts.gate_up_proj [E, 2F, H] --+--> ...0.block_sparse_moe.experts.0.w1.weight [F, H]
+                                               +--> ...0.block_sparse_moe.experts.0.w3.weight [F, H] ...
+    model.norm.weight -------------------------+--> the same
 
 A rank holds the whole weights of one conversion at a time. A layer's experts are the largest. The conversions
 are transformers' own. `save_pretrained` would convert a whole state dict at once.

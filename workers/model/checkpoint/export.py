@@ -1,6 +1,6 @@
 """Write a model as a Hugging Face folder, by several ranks at once. The folder appears when it is complete.
 
-    conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
+    conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> all ranks write
     rank 0: all files there? --> index, the source's other files byte for byte --> rename
 
 A rank holds one file at a time in host memory. All ranks must see the folder.

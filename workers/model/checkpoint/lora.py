@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) by `peft`: the base model is frozen and only A and B are trained.
 
-    y = W x + alpha / rank * B A x        A [rank, in], B [out, rank], B = 0 at the start: the policy begins as the base
+    y = W x + alpha / rank * B A x     A [rank, in], B [out, rank], B = 0 at first: the policy is the base
 
     load_model --add_adapters--> shard_model --> train A and B
                                       |--without_adapters--> the reference: the same weights, no second model
-                                      |--merged_shards--> W + alpha / rank * B A under W's own name: vLLM, export
-                                      |--adapter_files--> A and B as vLLM reads them, of one of several policies
+                                      |--merged_shards--> W + alpha / rank * B A under W's name: vLLM, export
+                                      |--adapter_files--> A and B of one of several policies, for vLLM
 
 The adapters' input has no dropout: the trained policy must be the sampled policy.
 """

@@ -1,6 +1,6 @@
 """Aggregation of token losses by denominators of the whole mini-batch, known before the first forward pass.
 
-    loss = sum over tokens of weight_t * loss_t        weight_t from `Denominators`, never from the micro-batch
+    loss = sum over tokens of weight_t * loss_t       weight_t from `Denominators`, never from the micro-batch
 
 N predicted tokens of a micro-batch, B sequences.
 """
@@ -55,11 +55,11 @@ def token_weights(
     """Return the weight of each token's loss, float64 [N]. The aggregate is the weighted sum over the
     mini-batch.
 
-        token_mean                     1 / tokens                                  DAPO, Yu et al. 2025, section 3.3
-        sequence_mean_token_mean       1 / (sequences * tokens of its sequence)    GRPO, Shao et al. 2024, eq. 3
-        sequence_mean_token_sum        1 / sequences                               the policy gradient
-        sequence_mean_token_sum_norm   1 / (sequences * constant_length)           Dr. GRPO, Liu et al. 2025
-        group_mean_token_mean          1 / (groups * tokens of its group)          DAPO's eq. 8, a group at a time
+        token_mean                     1 / tokens                               DAPO, Yu et al. 2025, 3.3
+        sequence_mean_token_mean       1 / (sequences * tokens of its sequence) GRPO, Shao et al. 2024, eq. 3
+        sequence_mean_token_sum        1 / sequences                            the policy gradient
+        sequence_mean_token_sum_norm   1 / (sequences * constant_length)        Dr. GRPO, Liu et al. 2025
+        group_mean_token_mean          1 / (groups * tokens of its group)       DAPO's eq. 8 for each group
 
     A sample of several rows is one sequence, by the columns `sample_tokens` and `mini_batch_samples`.
 

@@ -1,7 +1,7 @@
 """Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism"): hold back the few tokens that lower entropy
 most.
 
-    mini-batch of this rank --covariance of every token--> the rarest few of ALL ranks --> column `held_back` --> loss
+    mini-batch of this rank --covariance of every token--> rarest few of ALL ranks --> `held_back` --> loss
 
 The policy's entropy falls with the covariance of log-prob and advantage. A token's part of it is
 
@@ -39,7 +39,7 @@ def hold_back(
 ) -> list[DataProto]:
     """Return this rank's micro-batches with the column `held_back`, bool [T]: the tokens treated separately.
 
-        clip_cov   covariance_fraction * N tokens, drawn at random from those with clip_cov_low < Cov_t < clip_cov_high
+        clip_cov   covariance_fraction * N tokens, drawn from those with clip_cov_low < Cov_t < clip_cov_high
         kl_cov     the covariance_fraction * N tokens with the highest Cov_t, of those with Cov_t > 0
 
     At least one candidate is chosen, and all ties with the last one. groups: together the data-parallel

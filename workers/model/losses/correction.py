@@ -1,6 +1,6 @@
 """Rollout correction: sampler and trainer are two programs, so their log-probs of a token differ.
 
-    rollout_log_probs (sampler), old_log_probs (trainer, same weights) --> weight of each token's loss, and metrics
+    rollout_log_probs (sampler), old_log_probs (trainer, same weights) --> weights of tokens' losses, metrics
 
 rho_t = pi_old(y_t) / pi_rollout(y_t) is the importance weight from sampler to trainer. Without
 `old_log_probs`, the current log-probs are the old ones (a single update). Weights carry no gradient.
@@ -27,9 +27,9 @@ def correction_weights(
 ) -> tuple[Tensor | None, Statistics]:
     """Return the weight of each token's policy loss [N], or None without correction, and metrics.
 
-        weights=token        min(rho_t, cap)                     truncated importance sampling, Yao et al. 2025
-        weights=sequence     min(prod_t rho_t, cap)              of the whole sequence: less bias, more variance
-        rejection=token      0 unless low <= rho_t <= high       IcePop, Ling team 2025
+        weights=token        min(rho_t, cap)                 truncated importance sampling, Yao et al. 2025
+        weights=sequence     min(prod_t rho_t, cap)          of the whole sequence: less bias, more variance
+        rejection=token      0 unless low <= rho_t <= high   IcePop, Ling team 2025
         rejection=sequence   0 unless low <= (prod_t rho_t)^(1/n) <= high, n its tokens    Liu et al. 2025
 
     With both, the weights multiply. Needs `rollout_log_probs`. Raises ConfigError for an unknown name.

@@ -49,8 +49,8 @@ def kl_of_loss(log_ratio: Tensor, importance: Tensor, estimator: str, correction
     """Return KL_t [N] of a loss, whose gradient should be the gradient of KL(pi || pi_ref).
 
         none                KL_t = k(x_t)
-        straight_through    KL_t = sg(k(x_t) - k2(x_t)) + k2(x_t)        verl's `k1+`, `k3+` (sg: no gradient)
-        importance          KL_t = r_t k(x_t)                            DeepSeek-V3.2 (2025), section 3.1, and TRL
+        straight_through    KL_t = sg(k(x_t) - k2(x_t)) + k2(x_t)   verl's `k1+`, `k3+` (sg: no gradient)
+        importance          KL_t = r_t k(x_t)                       DeepSeek-V3.2 (2025), section 3.1, and TRL
 
     On the policy's own samples k1's gradient has mean zero, and k3's is the gradient of KL(pi_ref || pi)
     (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). k2's gradient,

@@ -1,7 +1,9 @@
 """Log-probabilities and entropies of given tokens without the matrix of all logits.
 
-    hidden [N, H] --chunk of n--> logits [n, V] --> log_probs [n], entropy [n]      logits of one chunk exist at a time,
-    hidden, weight gradients <--chunk of n-- logits again <-- their gradients       forward and backward
+    hidden [N, H] --chunk of n--> logits [n, V] --> log_probs [n], entropy [n]
+    hidden, weight gradients <--chunk of n-- logits again <-- their gradients
+
+The logits of one chunk exist at a time, forward and backward.
 
 If ranks share the vocabulary, each has the logits of its part. They reduce the maximum, the sum of
 exponentials, the target's log-probability and the entropy, [n] each, and the gradient of hidden.
@@ -42,7 +44,7 @@ def linear_log_probs(
     """Return log-probs of `targets` and entropy under softmax(cap(factor (hidden @ weight.T + bias)) /
     temperature).
 
-        cap(x) = softcap * tanh(x / softcap)      (Gemma 2, Riviere et al. 2024, section 2), or x without a softcap
+        cap(x) = softcap * tanh(x / softcap)   (Gemma 2, Riviere et al. 2024), or x without a softcap
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in
     nats), at least float32, with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of

@@ -1,7 +1,7 @@
 """Inputs of a loss, the outputs of a model and the columns at the predicted tokens, and its metrics on the
 device.
 
-    log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
+    log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> a sequence's
     Statistic (0-d tensor, reduction) of each micro-batch --to_metrics: one copy for all--> Metrics, merged
 
 N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.

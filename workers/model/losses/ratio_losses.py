@@ -79,7 +79,8 @@ def cispo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statist
 def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
     """Soft adaptive policy optimisation (Gao et al. 2025).
 
-        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = sapo_tau_positive if A_t > 0, else sapo_tau_negative
+        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t
+        tau = sapo_tau_positive if A_t > 0, else sapo_tau_negative
 
     Its gradient is the policy gradient times r_t 4 p (1 - p), p the sigmoid: 1 at r_t = 1, fading on both
     sides.

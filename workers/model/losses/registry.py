@@ -1,6 +1,6 @@
 """Build from `LossConfig` the function that the engine calls for every micro-batch.
 
-    Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
+    Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate--> loss
 
 A custom loss is decorated with `policy_loss`, and with `per_sequence_loss` to see whole sequences
 (docs/your-own.md). Ratios are r_t = pi(y_t) / pi_old(y_t).

@@ -1,7 +1,7 @@
 """Peak memory of a run's training roles, measured without a GPU: the real engine on tensors without data.
 
-    request (JSON, stdin) --> each role, with a few layers: build | every pass on two full micro-batches --> ledger
-                                     peaks at a few layers --straight line--> peaks at all layers (JSON, stdout)
+    request (JSON, stdin) --> each role, a few layers: build | every pass on two full micro-batches --> ledger
+                                peaks at a few layers --straight line--> peaks at all layers (JSON, stdout)
 
     echo '{...}' | python -m workers.model.memory.memory_trace
 

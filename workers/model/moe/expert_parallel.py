@@ -4,7 +4,7 @@
         --one grouped product a matrix (experts.py)--> outputs --all-to-all back--> [T k, H] --sum--> [T, H]
 
     8 ranks, ep 4, 8 experts:  rank        0    1    2    3    4    5    6    7
-                               experts     01   23   45   67   01   23   45   67     ranks of an ep group are neighbours
+                               experts     01   23   45   67   01   23   45   67   groups are neighbours
                                shards of   experts: ranks 0, 4; 1, 5; ...     all else: ranks 0 to 7
 
 With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is

@@ -1,6 +1,6 @@
 """The experts of a layer on this rank: rows sorted by expert, one grouped product a matrix.
 
-    [T, H] --gather--> [T k, H] --up, gate--> [T k, I] --times routing weight, down--> [T k, H] --sum--> [T, H]
+    [T, H] --gather--> [T k, H] --up, gate--> [T k, I] --times its weight, down--> [T k, H] --sum--> [T, H]
 
 transformers reads and writes [T k, H] more than twice as often: it weights the outputs instead of the
 narrower inner values, and its gradient of a gather adds row by row. Here gather and sum are each other's

@@ -13,13 +13,13 @@ router's own.
 
 Losses: independent of how the mini-batch is split.
 
-    router --logits [C, E], chosen experts [C, k]--> both losses of this rank's cells --attached to the weights of the
-        chosen experts--> their gradients join the gradient of the policy's loss in the backward pass
+    router --logits [C, E], chosen experts [C, k]--> both losses of this rank's cells --attached to the
+        weights of the chosen experts--> their gradients join the policy loss's in the backward pass
 
-    balance of a layer = mean over sequences of sum over e of f_e P_e         (DeepSeek-V3, arXiv:2412.19437, eq. 17-20)
-        f_e = E / (k T) * how many of the sequence's T tokens go through expert e    no gradient
-        P_e = 1 / T * sum over its tokens of softmax(logits)_e                       1 is even, E / k is one set for all
-    z of a layer = mean over tokens of logsumexp(logits)^2                    (ST-MoE, arXiv:2202.08906, eq. 5)
+    balance of a layer = mean over sequences of sum over e of f_e P_e    (DeepSeek-V3, 2412.19437, eq. 17-20)
+        f_e = E / (k T) * how many of the sequence's T tokens go through expert e   no gradient
+        P_e = 1 / T * sum over its tokens of softmax(logits)_e    1 is even, E / k is one set for all
+    z of a layer = mean over tokens of logsumexp(logits)^2               (ST-MoE, arXiv:2202.08906, eq. 5)
 
 Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split. Ranks
 that share a sequence add up its f_e. Both means are over the whole mini-batch, prompts included. A shared
@@ -27,8 +27,8 @@ cell counts once for each sequence.
 
 Load: counted where experts are called, with or without expert parallelism.
 
-    router's choice [T, k] --cells that hold a token--> tokens of each expert [layers, E] --over all ranks--> sums
-        --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set for all
+    router's choice [T, k] --cells that hold a token--> tokens by expert [layers, E] --all ranks--> sums
+        --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set
 
 T tokens and S sequences of a micro-batch in C cells of this rank, L layers of the model, E experts, k experts
 of a token.

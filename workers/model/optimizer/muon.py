@@ -1,13 +1,14 @@
 """Muon for the matrices of the layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the
 rest.
 
-    m = mu m + (1 - mu) g,  u = mu m + (1 - mu) g,  w = w - lr (decay w + 0.2 sqrt(max(A, B)) NS(u))    w, g, m: [A, B]
+    m = mu m + (1 - mu) g,  u = mu m + (1 - mu) g          w, g, m: [A, B]
+    w = w - lr (decay w + 0.2 sqrt(max(A, B)) NS(u))
 
 NS: torch's Newton-Schulz iteration in bfloat16. The factor is Moonlight's (arXiv 2502.16982): an update has
 the size of AdamW's, so both parts take one learning rate. Ranks share the work: as many matrices as there are
 ranks are stacked,
 
-    [n, A, B] cut as the parameters --all-to-all--> whole matrices, n / ranks each --NS--> --all-to-all--> cut as before
+    [n, A, B] cut as the parameters --all-to-all--> n / ranks whole matrices --NS--> --all-to-all--> as before
 
 and experts [E, A, B] are n matrices already. Which rank computes a matrix does not change a bit of it.
 """

@@ -1,6 +1,6 @@
 """What training changes in an engine, once for each LoRA policy of its base model. They take turns, by name.
 
-    use("b"):  shards, gradients --> kept for a       kept for b --> shards, gradients, optimiser, schedule, guard
+    use("b"):  shards, gradients --> kept for a   kept for b --> shards, gradients, optimiser, schedule, guard
 
 FSDP2 keeps the storage of parameters, so weights are copied, on each rank its shards. The rest is exchanged.
 Policies trained in turns equal policies trained alone, to the bit.

@@ -1,9 +1,9 @@
 """Lay a micro-batch out in rows of cells: packed in one row, or padded to a row a sequence.
 
     sequences of 2, 4, 6, 1 tokens, multiple 4
-    pack   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p          p is padding
-    pad    0 0 p p p p p p                                  for models and backends that cannot keep the segments of a
-           1 1 1 1 p p p p                                  packed row apart
+    pack   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p  p is padding
+    pad    0 0 p p p p p p                          for models and backends that cannot keep the segments of a
+           1 1 1 1 p p p p                          packed row apart
            2 2 2 2 2 2 p p
            3 p p p p p p p
 

@@ -1,9 +1,9 @@
 """The device mesh of the ranks, FSDP2 sharding over it, and gradient clipping.
 
-    rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp    tp groups are neighbours
+    rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
     fully_shard(layer) ... fully_shard(root)     parameters gathered layer by layer, forward and backward
-    gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --global norm--> clipped
+    gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --> clipped
 
 Ranks that differ only in pp, cp or tp hold the same sequences. The dp_replicate * dp_shard groups hold
 different ones. Only the ranks of one stage shard the same parameters. Gradients are summed, not averaged:

@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks of a group share every matrix. Between matrices each holds a part of the row.
 
-    tokens [1, T] --embedding, vocabulary shared--> [1, T/tp, H]      residual stream and norms: own tokens (sequence
-    [1, T/tp, H] --gather--> [1, T, H] --q, k, v: own heads-->        parallel, Korthikanti et al. 2022)
+    tokens [1, T] --embedding, vocabulary shared--> [1, T/tp, H]  residual stream and norms: own tokens
+    [1, T/tp, H] --gather--> [1, T, H] --q, k, v: own heads-->    (sequence parallel, Korthikanti et al. 2022)
         attention of own heads --o--> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --gather--> gate, up: own columns --> down --> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --router, experts: own tokens, as on any other rank (expert_parallel.py)--> [1, T/tp, H]

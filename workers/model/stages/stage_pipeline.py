@@ -1,7 +1,7 @@
 """Pipeline parallelism: stages hold consecutive layers, and micro-batches pass from stage to stage.
 
-    whole model --layer_costs, split_layers--> parts of about equal cost --keep_parts--> the part of this rank's stage
-    tokens --> stage 0: embedding, layers --hidden [R, W, H]--> stage 1: layers --> ... last: layers, norm, head, loss
+    whole model --layer_costs, split_layers--> parts of about equal cost --keep_parts--> this stage's part
+    tokens --> stage 0: embedding, layers --hidden [R, W, H]--> stage 1: layers ... last: layers, head, loss
                                           <--their gradient---              (1F1B, `forward_backward.py`)
 
 Every stage gets the same sequences and so knows the shapes that it receives. Weights keep the names of the
