@@ -6,10 +6,10 @@ RewardTrainingConfig  controller.reward_model   such pairs, scored responses, or
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from controller.config.conditions import CONDITIONS, FORWARD_PASSES
-from controller.config.role_table import POLICY, REFERENCE, section_conditions
+from controller.config.role_table import POLICY, REFERENCE, RoleSpec, section_conditions
 from controller.config.sections import (
     IMAGE_KEY,
     BalanceConfig,
@@ -208,8 +208,8 @@ class RewardLossConfig:
 class OfflineConfig(TrainingConfig):
     """Settings of all commands. Each redeclares batch and loss, which only keep their position here."""
 
-    role_table = (OFFLINE_POLICY,)
-    only_with = (("data.validation", "validation"),)
+    role_table: ClassVar[tuple[RoleSpec, ...]] = (OFFLINE_POLICY,)
+    only_with: ClassVar[tuple[tuple[str, str], ...]] = (("data.validation", "validation"),)
 
     run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

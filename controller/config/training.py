@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from controller.config.conditions import CONDITIONS, holds
 from controller.config.file import value_of
@@ -56,7 +56,7 @@ class TrainingConfig:
 
     # Facts about the command.
     conditions = CONDITIONS
-    role_table: tuple[RoleSpec, ...] = (POLICY,)
+    role_table: ClassVar[tuple[RoleSpec, ...]] = (POLICY,)
     is_described = False  # by --cluster: models and data may be on another machine
     described_gpus = 0
     default_name = ""  # of a run without run.name, made unique by a number after it
