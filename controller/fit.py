@@ -15,17 +15,11 @@ from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.inputs import (
-    Inputs,
-    Tried,
-    prompt_lines,
-    read_inputs,
-    tokenized,
-    tried_lines,
-    try_inputs,
-)
+from controller.lifecycle.input_lines import prompt_lines, tried_lines
+from controller.lifecycle.inputs import Tried, try_inputs
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import exit_code, finished, prepare_start, run_training, session
+from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenized
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import check_machine, run_on

@@ -29,9 +29,9 @@ from controller.config import Config
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.data.prompts import Prompt, PromptDataset, PromptRules
 from controller.fit import training
-from controller.lifecycle.inputs import Inputs, inputs_without_data, prompt_renderer, read_inputs
 from controller.lifecycle.model_card import write_card
 from controller.lifecycle.session import naming_what_is_left, ray_session, ready, report
+from controller.lifecycle.tokenized_inputs import Inputs, inputs_without_data, prompt_renderer, read_inputs
 from controller.observability.console import Console
 from controller.observability.run_log import run_log
 from controller.observability.shown_text import other_columns, shown_prompt

@@ -19,9 +19,11 @@ from controller.data.image_columns import COMPARED, blind_images, image_columns,
 from controller.data.records import Record, read_records
 from controller.data.unread_columns import CHATS, names_in, unread_columns
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template
+from controller.lifecycle.chat_inputs import TRIED_PROMPTS, try_template
+from controller.lifecycle.input_lines import quoted
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import finished, prepare_start, run_training, session
+from controller.lifecycle.tokenized_inputs import load_renderer
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import (

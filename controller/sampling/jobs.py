@@ -15,8 +15,10 @@ from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
 from controller.config.training import counted
 from controller.data.prompts import Prompt
-from controller.lifecycle.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
+from controller.lifecycle.input_lines import prompt_lines
+from controller.lifecycle.inputs import try_inputs
 from controller.lifecycle.model_checks import check_models
+from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenized
 from controller.observability.slow_work import Log
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import check_machine

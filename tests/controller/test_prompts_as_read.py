@@ -17,7 +17,9 @@ from controller import fit, preferences, reward_model, sft
 from controller.config import Config, load, load_as, to_yaml
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.data.records import read_records
-from controller.lifecycle.inputs import Inputs, prompt_lines, tokenized, try_inputs
+from controller.lifecycle.input_lines import prompt_lines
+from controller.lifecycle.inputs import try_inputs
+from controller.lifecycle.tokenized_inputs import Inputs, tokenized
 from controller.observability.shown_text import shown_prompt
 from controller.offline.tokenized import sft_examples
 from examples.addition.warm_start import create_model

@@ -8,7 +8,8 @@ import pytest
 from controller.checkpoints.progress import checkpoint_path
 from controller.config import load
 from controller.data.identity import DataIdentity, differences
-from controller.lifecycle.inputs import read_inputs, try_inputs
+from controller.lifecycle.inputs import try_inputs
+from controller.lifecycle.tokenized_inputs import read_inputs
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
 from workers.errors import ConfigError
 from workers.model.checkpoint.checkpoint_folder import read_manifest

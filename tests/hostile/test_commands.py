@@ -80,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for module in ("controller.fit", "controller.offline.offline_training"):
         patch.setattr(f"{module}.numerics_lines", lambda config: iter(()))
     patch.setattr("controller.lifecycle.user_functions.find_function", lambda *_, **__: REWARD)
-    patch.setattr("controller.lifecycle.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
-    patch.setattr("controller.lifecycle.inputs.examine", lambda *_, **__: None)
+    patch.setattr("controller.lifecycle.reward_inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
+    patch.setattr("controller.lifecycle.chat_inputs.examine", lambda *_, **__: None)
     for name in ("inputs.find_class", "inputs.try_environment", "user_functions.check_loss"):
         patch.setattr(f"controller.lifecycle.{name}", _out_of_reach)
     patch.setattr("controller.lifecycle.session.locked", _nothing)

@@ -8,7 +8,8 @@ import pytest
 
 from ballast.commands import main
 from controller.config import load
-from controller.lifecycle.inputs import read_inputs, tried_lines
+from controller.lifecycle.input_lines import tried_lines
+from controller.lifecycle.tokenized_inputs import read_inputs
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
 from tests.documentation.template_pages import BLOCK, PAGE, STOCK, block

@@ -11,7 +11,7 @@ import pytest
 from controller.config import Config, load
 from controller.config.python_rewards import NONE_GIVEN, give_rewards
 from controller.config.sections import RewardConfig
-from controller.lifecycle.inputs import reward_functions
+from controller.lifecycle.reward_inputs import reward_functions
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
 from tests.refusals import refused

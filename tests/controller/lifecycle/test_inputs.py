@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from controller.config import load
-from controller.lifecycle.inputs import load_renderer, read_inputs, tried_lines, try_inputs
+from controller.lifecycle.input_lines import tried_lines
+from controller.lifecycle.inputs import try_inputs
+from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from tests.workers.episodes.test_conversation import STOCK

@@ -12,7 +12,7 @@ import pytest
 from controller.config import Config, load, load_as
 from controller.config.offline import SftConfig
 from controller.config.sampler import GenerateConfig
-from controller.lifecycle.inputs import load_renderer, read_inputs
+from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
 from controller.offline import offline_training
 from controller.preflight.checks import check
 from tests.controller.stand_ins.run import SETTINGS

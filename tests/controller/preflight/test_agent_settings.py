@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from controller.config import load
-from controller.lifecycle.inputs import tried_lines, try_inputs
+from controller.lifecycle.input_lines import tried_lines
+from controller.lifecycle.inputs import try_inputs
 from controller.preflight.checks import check
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused, refused_rows

@@ -17,8 +17,8 @@ from controller.actors.layout import Pool
 from controller.config import Config, load
 from controller.engines.fleet import RestartBudget
 from controller.fit import Inputs, read_inputs, training
-from controller.lifecycle.inputs import inputs_without_data
 from controller.lifecycle.session import recovering
+from controller.lifecycle.tokenized_inputs import inputs_without_data
 from controller.preflight.checks import check
 from controller.step import step_of
 from controller.training_loop import Outcome, train
