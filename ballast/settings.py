@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import yaml
 
 from controller.config import TrainingConfig, load_as
-from controller.config.file import leaves, settings, shown
+from controller.config.file import leaves, settings
+from controller.config.yaml_text import shown
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=TrainingConfig)

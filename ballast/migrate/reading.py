@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ballast.migrate.launchers import flags_in_texts
 from ballast.migrate.shell import ShellScript
-from controller.config.file import leaves, yaml_events
+from controller.config.file import leaves
+from controller.config.yaml_text import yaml_events
 from workers.errors import ConfigError, clause
 
 OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)

@@ -4,7 +4,6 @@ file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all s
 """
 
 import copy
-import difflib
 import re
 import sys
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -17,16 +16,17 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controller.config.aliases import answer, previous_name
+from controller.config.aliases import previous_name
+from controller.config.suggestions import suggestion
 from controller.config.user_paths import with_user_paths
-from workers.errors import ConfigError, Problems, clause, raise_all
+from controller.config.yaml_text import check_scalars, read_yaml, shown, yaml_problem
+from workers.errors import ConfigError, Problems, raise_all
 
 Schema = TypeVar("Schema")
 # The types of setting that are not a single value.
 Numbers = dict[str, float]
 Biases = dict[int, float]
 Options = dict[str, Any]
-LONGEST_SHOWN = 100  # characters of a value in an error
 # sizes without a declared maximum: anything larger is a slip
 LARGEST_INT = 10**9
 LARGEST_FLOAT = 1e6
@@ -137,7 +137,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     required key not set.
     """
     known_settings = {setting.key: setting for setting in settings(schema())}
-    parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
+    parts = [(f"{file}: ", read_yaml(Path(file))) for file in files]
     parts += [("", _read_override(override, known_settings)) for override in overrides]
     merged = copy.deepcopy(_defaults(cast(Hashable, schema)))
     problems = Problems()
@@ -187,47 +187,6 @@ _PROBLEMS = {
 """OmegaConf's messages speak of keys and nodes, and some end with a URL."""
 
 
-def _read_file(path: Path) -> DictConfig:
-    if not path.is_file():
-        exists = path.exists()
-        problem = (
-            f"{path} is a folder, a pipe or a device. Name a file" if exists else f"there is no file {path}"
-        )
-        raise ConfigError(f"--config: {problem}.")
-    try:
-        _check_scalars(path.read_text(encoding="utf-8"), str(path))
-        content = OmegaConf.load(path)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {_yaml_problem(error)}.") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_yaml_problem(error)}. Correct the value.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a YAML text file: {_yaml_problem(error)}.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except RecursionError:
-        raise ConfigError(
-            f"{path} is nested too deep to be read. Settings are nested 4 deep at most."
-        ) from None
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
-    return content
-
-
-def yaml_events(text: str) -> Iterator[yaml.Event]:
-    """Parse a YAML text, and raise RecursionError if it is nested too deep.
-
-    On 100,000 brackets PyYAML's time grows with the square of the depth, and libyaml ends the process.
-    """
-    depth = 0
-    for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST_YAML:
-            raise RecursionError(f"it is nested more than {DEEPEST_YAML} deep")
-        yield event
-
-
 def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
     """Replace the previous version's settings in place, and print one line if any has a new name.
 
@@ -256,7 +215,6 @@ def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], sou
         _print_once(f"{source}{', '.join(new_names[:3])}{rest}. The next version refuses the old names.")
 
 
-DEEPEST_YAML = 50
 NAMES_IN_A_TEXT = ("model.lora.target_modules",)
 """Settings that are names separated by commas, and may be a list."""
 
@@ -300,40 +258,15 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
         # YAML would read the brace of a reference within a list or a mapping as another mapping.
         if key in known_settings and _holds_several(known_settings[key]) and "${" in value.lstrip()[1:]:
             raise _no_reference(key)
-        _check_scalars(value, key=key)
+        check_scalars(value, key=key)
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError) as error:
         if re.search(r"(^|[\[{:, ])\?\?\?($|[\]}, ])", value):  # which YAML reads as a key
             raise _not_set(key) from None
-        problem = f"{shown(value)} is not valid here ({_yaml_problem(error)})"
+        problem = f"{shown(value)} is not valid here ({yaml_problem(error)})"
         raise ConfigError(f"{key}: the value {problem}. Quote a text, as in {key}='\"...\"'.") from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
-
-
-_SURPRISES = re.compile(r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-"""Numbers in base 8, 2, 16 and 60, as YAML 1.1 reads 010, 0b10, 0x10 and 1:30."""
-
-
-def _check_scalars(text: str, file: str = "", key: str = "") -> None:
-    """Raise ConfigError for a ${...} that does not name a setting, and for long or non-decimal numbers."""
-    for event in yaml_events(text):
-        if not isinstance(event, yaml.ScalarEvent):
-            continue
-        place = f"{file}, line {event.start_mark.line + 1}: " if file else f"{key}: "
-        if re.search(r"(?<!\\)\$\{(?![\w.]+\})", event.value):
-            raise ConfigError(f"{place}of ${{...}} only other settings are read, not {shown(event.value)}.")
-        if event.tag or event.implicit[0]:
-            if _SURPRISES.fullmatch(event.value):
-                raise ConfigError(
-                    f"{place}{event.value} is a number in another base in YAML. Write it in base 10, or "
-                    "quote a text."
-                )
-            if re.fullmatch(r"[-+]?[0-9_]{20,}", event.value):
-                digits = f"{len(event.value):,} digits"
-                raise ConfigError(
-                    f"{place}{shown(event.value)} has {digits}. Give a smaller number, or quote a text."
-                )
 
 
 def _check_keys_and_types(part: DictConfig, known_settings: Mapping[str, Setting], source: str) -> None:
@@ -351,7 +284,7 @@ def _check_keys_and_types(part: DictConfig, known_settings: Mapping[str, Setting
 
 def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], source: str) -> None:
     if key not in known:
-        raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
+        raise ConfigError(f"{source}{key} is not a setting; {suggestion(key, list(known))}")
     within = isinstance(value, (list, dict)) or (
         _holds_several(known[key]) and get_origin(known[key].type) is not list
     )
@@ -388,14 +321,6 @@ def _leaves(
 
 def _not_set(key: str) -> ConfigError:
     return ConfigError(f"{key}: ??? stands for a value that is not set. Leave the key out instead.")
-
-
-def _yaml_problem(error: Exception) -> str:
-    """Say what is wrong with a YAML text, without its place and without advice on the library's limits."""
-    text = error.problem if isinstance(error, yaml.MarkedYAMLError) and error.problem else clause(error)
-    if "expan" in text and "http" in text:
-        return "its aliases (*NAME) repeat too much"
-    return re.split(r" *(?:full_key:|in \"<)|\n", text)[0].rstrip(".")
 
 
 def _holds_several(setting: Setting) -> bool:
@@ -436,46 +361,6 @@ def is_of_type(value: Any, wanted: type) -> bool:
         )
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
-def _suggestion(key: str, keys: list[str]) -> str:
-    near = max(keys, key=lambda other_key: _nearness(key, other_key))
-    alike, _ = _nearness(key, near)
-    if advice := answer(key, keys, exact=alike == 1):
-        return f"{advice}. See docs/migration.md."
-    if alike:
-        return f"did you mean {near}?"
-    section = key
-    while section and not any(other_key.startswith(f"{section}.") for other_key in keys):
-        section = section.rpartition(".")[0]
-    start = f"{section}." if section else ""
-    below = dict.fromkeys(
-        other_key.removeprefix(start).partition(".")[0] for other_key in keys if other_key.startswith(start)
-    )
-    return f"{section or 'the configuration'} has {', '.join(below)}."
-
-
-def _nearness(key: str, other_key: str) -> tuple[float, int]:
-    """Rate how close the setting `other_key` is to `key`, or 0 if the name or a written section differs.
-
-    Sections may be left out but not ignored: `custom_reward_function.name` is not close to `run.name`.
-    """
-    *sections, name = key.split(".")
-    *other_sections, last = other_key.split(".")
-    alike = difflib.SequenceMatcher(None, name, last).ratio()
-    candidates = iter(other_sections)
-    sections_fit = all(
-        any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in candidates)
-        for section in sections
-    )
-    return (alike if sections_fit and alike > 0.7 else 0, -len(other_sections))
 
 
 def _to_object(merged: Any, known_settings: Mapping[str, Setting]) -> Any:

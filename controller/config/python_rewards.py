@@ -14,9 +14,10 @@ from functools import partial
 from types import CodeType
 from typing import Any, cast
 
-from controller.config.file import LARGEST_FLOAT, shown
+from controller.config.file import LARGEST_FLOAT
 from controller.config.functions import GIVEN
 from controller.config.sections import RewardConfig, RunConfig
+from controller.config.yaml_text import shown
 from workers.errors import ConfigError, named
 from workers.user_code.functions import UserFunction, pickled, signature_of
 

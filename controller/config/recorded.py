@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from controller.config.file import yaml_events
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.schema import Config, load_as
 from controller.config.training import TrainingConfig
+from controller.config.yaml_text import yaml_events
 from workers.errors import ConfigError
 
 OURS = "workers.reward_functions:"
