@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.config.sections import AlgorithmConfig
+from controller.config.algorithm import AlgorithmConfig
 from workers.batch.metrics import Metrics, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.roles import KlInRewardConfig

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from controller.algorithm.advantages import grpo, samples_of, sequence_advantages, sequence_slopes
-from controller.config.sections import AlgorithmConfig
+from controller.config.algorithm import AlgorithmConfig
 from workers.batch.dataproto import object_column
 from workers.batch.remote_batch import RemoteBatch
 from workers.model.losses.returns import discounted_returns

@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
+from controller.config.algorithm import AlgorithmConfig
 from controller.config.role_table import REWARD_MODEL
 from controller.config.schema import Config
-from controller.config.sections import VALIDATED_ALIKE, AlgorithmConfig, BatchConfig, DataConfig
+from controller.config.sections import VALIDATED_ALIKE, BatchConfig, DataConfig
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import GENERATION_STEP, VALIDATION_STEP
 from workers.errors import ConfigError

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from omegaconf import OmegaConf
 
+from controller.config.algorithm import AlgorithmConfig
 from controller.config.file import read, settings, value_of
 from controller.config.functions import absolute
 from controller.config.role_table import ROLES, section_conditions
 from controller.config.sections import (
-    AlgorithmConfig,
     BalanceConfig,
     BatchConfig,
     DataConfig,
