@@ -88,25 +88,8 @@ def tokenized(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
         )
         for path, rows in tried_inputs.train.items()
     ]
-    if config.uses_teacher and config.teacher.context_key:
-        longest = max(source.longest_taught for source in sources) + config.longest_response
-        parts = f"{longest} tokens with the context of teacher.context_key={config.teacher.context_key}"
-        check_caps(config, [config.limits["teacher.log_probs"]], longest, parts)
-        models = config.models_of("teacher") if config.starts_teacher else {"": config.model}
-        for name, model in models.items():
-            key = path_setting("teacher", name) if config.starts_teacher else "model.path"
-            most = positions(read_model_files(model.path, key).text)
-            if most is not None and longest > most:
-                raise ConfigError(
-                    f"{key}={model.path}: it takes {most} tokens, but a sample has {parts}. Shorten them."
-                )
-    if cap := config.policy.max_patches_per_micro_batch:
-        patches = max(source.most_image_tokens for source in sources) * tried_inputs.cost_model.patches
-        if patches > cap:
-            raise ConfigError(
-                f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} "
-                "patches. Raise it, or lower data.image_pixels.max."
-            )
+    _check_teacher_context(config, sources)
+    _check_patches(config, sources, tried_inputs)
     unread = [] if _reads_records(config) else _unread_columns(config, tried_inputs, blind, chats=chats)
     untaught = replace(rules, context_key="")
     validation = [
@@ -133,6 +116,34 @@ def tokenized(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
             ),
         ),
     )
+
+
+def _check_teacher_context(config: Config, sources: Sequence[PromptDataset]) -> None:
+    """Raise ConfigError if the teacher's context and a response are longer than a teacher takes."""
+    if not (config.uses_teacher and config.teacher.context_key):
+        return
+    longest = max(source.longest_taught for source in sources) + config.longest_response
+    parts = f"{longest} tokens with the context of teacher.context_key={config.teacher.context_key}"
+    check_caps(config, [config.limits["teacher.log_probs"]], longest, parts)
+    models = config.models_of("teacher") if config.starts_teacher else {"": config.model}
+    for name, model in models.items():
+        key = path_setting("teacher", name) if config.starts_teacher else "model.path"
+        most = positions(read_model_files(model.path, key).text)
+        if most is not None and longest > most:
+            raise ConfigError(
+                f"{key}={model.path}: it takes {most} tokens, but a sample has {parts}. Shorten them."
+            )
+
+
+def _check_patches(config: Config, sources: Sequence[PromptDataset], tried_inputs: Tried) -> None:
+    """Raise ConfigError if the images of a prompt have more patches than a micro-batch may."""
+    if cap := config.policy.max_patches_per_micro_batch:
+        patches = max(source.most_image_tokens for source in sources) * tried_inputs.cost_model.patches
+        if patches > cap:
+            raise ConfigError(
+                f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} "
+                "patches. Raise it, or lower data.image_pixels.max."
+            )
 
 
 def _reads_records(config: Config) -> bool:
