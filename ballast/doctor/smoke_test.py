@@ -118,7 +118,10 @@ def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Findin
         f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
     )
     if device == "cuda" and rate < SLOW_GB_PER_S:
-        advice = "NCCL takes a slow path: NCCL_DEBUG=INFO says which. See nvidia-smi topo -m and NCCL_SOCKET_IFNAME"
+        advice = (
+            "NCCL takes a slow path: NCCL_DEBUG=INFO says which. See nvidia-smi topo -m and "
+            "NCCL_SOCKET_IFNAME"
+        )
         return warn("all-reduce", text, advice)
     return ok("all-reduce", text)
 

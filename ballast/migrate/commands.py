@@ -124,8 +124,9 @@ BY_KEYS = (
 """Keys that no trainer by reinforcement learning of the system has."""
 PAIR_LOSSES = {"sigmoid", "ipo", "hinge", "simpo", "robust", "apo_zero", "apo_down", "sppo_hard", "exo_pair"}
 OF_REINFORCEMENT = (
-    r"actor_rollout_ref\..*|num_generations|max_completion_length|reward_funcs|reward_weights|generation_batch_size"
-    r"|num_iterations|scale_rewards|steps_per_generation|use_vllm|vllm_.*|n_samples_per_prompt|rollout\..*|actor\..*"
+    r"actor_rollout_ref\..*|num_generations|max_completion_length|reward_funcs|reward_weights"
+    r"|generation_batch_size|num_iterations|scale_rewards|steps_per_generation|use_vllm|vllm_.*"
+    r"|n_samples_per_prompt|rollout\..*|actor\..*"
     r"|rollout[_-].*|hf[_-]checkpoint|prompt_data|trainer\.policy\..*|grpo\..*|gconfig\..*|orchestrator\..*"
 )
 

@@ -108,7 +108,10 @@ class ShellScript:
     def _begin_part(self, keyword: str, condition: Sequence[str]) -> None:
         is_met = True if keyword == "else" else _is_met(condition)
         if keyword == "if":
-            note = f"if {' '.join(condition)[:60]}: only a shell knows it, so that its parts were read in their order."
+            note = (
+                f"if {' '.join(condition)[:60]}: only a shell knows it, so that its parts were read in their "
+                "order."
+            )
             self.branches.append(Branch(is_met is not False, is_met, note if is_met is None else ""))
         elif self.branches:
             branch = self.branches[-1]

@@ -134,7 +134,10 @@ def _about_pickles(folder: Path) -> str:
     pickle_file = _first(folder, PICKLES)
     if pickle_file is None:
         return ""
-    return f"; {pickle_file.name} is a pickle, which may run code and is never read: save the model with safetensors"
+    return (
+        f"; {pickle_file.name} is a pickle, which may run code and is never read: save the model with "
+        "safetensors"
+    )
 
 
 def _folder(path: str, key: str) -> Path:

@@ -59,7 +59,8 @@ def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
 def _loaded(path: str, dataset: HubDataset) -> Any:
     if find_spec("datasets") is None or int(version("datasets").partition(".")[0]) < OLDEST:
         raise DataError(
-            f"there is no file or folder {path}. A data set of the hub of that name is read by the package datasets: "
+            f"there is no file or folder {path}. A data set of the hub of that name is read by the package "
+            "datasets: "
             f'`pip install "datasets>={OLDEST}"`, or give a file.'
         )
     from datasets import disable_progress_bars, load_dataset  # seconds

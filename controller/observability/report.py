@@ -386,7 +386,10 @@ def _steps_below(axes: Axes) -> None:
 
 
 def _tables(run: RunFolder) -> list[Table]:
-    slowest = "By the seconds from the engine's receipt of the request to its last token, among the recorded samples."
+    slowest = (
+        "By the seconds from the engine's receipt of the request to its last token, among the recorded "
+        "samples."
+    )
     longest = "By tokens of the response."
     return [
         Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"), run.path)),

@@ -391,7 +391,8 @@ def _span(
         if text_before.endswith(between) and start >= previous and full_text[start:].endswith(rest):
             return start, len(full_text) - len(rest)
     raise DataError(
-        f"{place}: the chat template of model.path renders other messages differently when message {turn + 1} changes, "
+        f"{place}: the chat template of model.path renders other messages differently when message "
+        f"{turn + 1} changes, "
         "so that the assistant's tokens cannot be told. Give the template {% generation %} marks."
     )
 

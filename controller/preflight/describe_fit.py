@@ -53,7 +53,8 @@ def _lines_of_gpus(config: TrainingConfig) -> list[str]:
     else:
         verdict = f"GPUs yes ({requested} of {available}), memory not measured"
     if isinstance(config, Config):
-        verdict += f". To measure: --cluster nodes={nodes},gpus={ceil(requested / nodes)},gpu=H100, or your GPU's name"
+        gpus = ceil(requested / nodes)
+        verdict += f". To measure: --cluster nodes={nodes},gpus={gpus},gpu=H100, or your GPU's name"
     return [f"fits: {verdict}", *_memory_lines(config)]
 
 
