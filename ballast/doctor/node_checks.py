@@ -157,12 +157,10 @@ def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Fi
 
 def network(address: str, nodes: int) -> Finding:
     """Report the network interface of the node's address, which ranks use."""
-    interfaces = psutil.net_if_addrs().items()
-    having = [
-        name
-        for name, addresses in interfaces
-        if address in {nic_address.address.partition("%")[0] for nic_address in addresses}
-    ]
+    having = []
+    for name, nic_addresses in psutil.net_if_addrs().items():
+        if address in {nic_address.address.partition("%")[0] for nic_address in nic_addresses}:
+            having.append(name)
     text = f"{having[0] if having else 'no interface'} carries {address}"
     if not having:
         return fail("network", text, "start Ray with --node-ip-address of an interface of this node")

@@ -180,24 +180,32 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     return migration
 
 
+def _keys_of(system: str, recipe: Mapping[str, Any]) -> list[str]:
+    rows = [row for row in ROWS if row.system == system]
+    return [key for key in recipe if _matches_any(rows, key)]
+
+
+def _matches_any(rows: Sequence[Counterpart], key: str) -> bool:
+    return any(_matches(row, key) for row in rows)
+
+
+def _count_beginnings(recipe: Mapping[str, Any], starts: str | tuple[str, ...]) -> int:
+    return sum(key.startswith(starts) for key in recipe)
+
+
 def _system(recipe: Mapping[str, Any]) -> tuple[str, str]:
     """Return the system, and the keys that tell it."""
-    counts = {
-        system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in recipe)
-        for system in dict.fromkeys(row.system for row in ROWS)
-    }
-    marks = {
-        system: sum(key.startswith(starts) for key in recipe) for system, starts in MARKS.items()
-    }  # the names of other systems' keys are ends or parts of these
+    systems = dict.fromkeys(row.system for row in ROWS)
+    counts = {system: len(_keys_of(system, recipe)) for system in systems}
+    # the names of other systems' keys are ends or parts of these
+    marks = {system: _count_beginnings(recipe, starts) for system, starts in MARKS.items()}
     system = max(counts, key=lambda name: (marks.get(name, 0), counts[name]))
     if not counts[system]:
         raise ConfigError(
             f"{', '.join(list(recipe)[:3])}: not keys of a known system. Known are {', '.join(counts)}."
         )
     telling = [key for key in recipe if key.startswith(MARKS.get(system, ()))]
-    telling = telling or [
-        key for key in recipe if any(_matches(row, key) for row in ROWS if row.system == system)
-    ]
+    telling = telling or _keys_of(system, recipe)
     rest = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
     return system, f"{', '.join(telling[:3])}{rest}, {counts[system]} of {len(recipe)} keys"
 
