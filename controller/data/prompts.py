@@ -288,11 +288,14 @@ def characters(prompt: Any) -> int:
     """Count the characters of a text, or of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
-    contents = [message.get("content", "") for message in prompt]
-    texts = [
-        text if isinstance(text, str) else "".join(part.get("text", "") for part in text) for text in contents
-    ]
-    return sum(map(len, texts))
+    count = 0
+    for message in prompt:
+        content = message.get("content", "")
+        if isinstance(content, str):
+            count += len(content)
+        else:
+            count += sum(len(part.get("text", "")) for part in content)
+    return count
 
 
 def with_context(record: Record, rules: PromptRules, record_place: str) -> Any:

@@ -203,10 +203,10 @@ class EnginePool(RolloutEngines):
 
     def _export_queues(self) -> None:
         routers = [generation.router for generation in self._generations]
-        self._live.queues(
-            self.queued,
-            [sum(router.outstanding(replica) for router in routers) for replica in range(len(self.actors))],
-        )
+        outstanding = []
+        for replica in range(len(self.actors)):
+            outstanding.append(sum(router.outstanding(replica) for router in routers))
+        self._live.queues(self.queued, outstanding)
 
     def _read(self, generation: Generation, stream: Any) -> None:
         replica = generation.streams[stream]

@@ -211,9 +211,13 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
     by_actor: dict[str, list[tuple[float, float, int, float, str, str, int]]] = {}
     for (role, name), ranks in passes.items():
         micro_steps = [[step for step in steps if step] for steps in zip_longest(*ranks.values())]
-        begins[role, name] = [min(start for start, *_ in steps) for steps in micro_steps]
-        lasted = sum(max(end - start for start, end, *_ in steps) for steps in micro_steps)
-        expected = sum(max(cost for *_, cost in steps) for steps in micro_steps)
+        begins[role, name] = []
+        lasted = 0.0
+        expected = 0.0
+        for steps in micro_steps:
+            begins[role, name].append(min(start for start, *_ in steps))
+            lasted += max(end - start for start, end, *_ in steps)
+            expected += max(cost for *_, cost in steps)
         scales[role, name] = lasted / expected if expected else 0.0
         for actor, steps in ranks.items():
             by_actor.setdefault(actor, []).extend(

@@ -250,9 +250,10 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
 
 def _stored(group: Group) -> list[FinishedSample]:
-    blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.finished.values())}
-    samples = [
-        FinishedSample(result, [blocks[block].row(row) for row in result.rows], group.scores.get(key))
-        for key, (result, block) in sorted(group.finished.items())
-    ]
+    references = dict.fromkeys(block for _, block in group.finished.values())
+    blocks = {reference: ray.get(reference) for reference in references}
+    samples = []
+    for key, (result, reference) in sorted(group.finished.items()):
+        rows = [blocks[reference].row(row) for row in result.rows]
+        samples.append(FinishedSample(result, rows, group.scores.get(key)))
     return samples + [FinishedSample(result, [], None) for result in group.dropped]
