@@ -3,18 +3,17 @@
     lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
                                                             +-----> plan_statistics, explain     (analysis/)
 
-    plan             global batches: mini-batches, micro-steps, ranks (mini_batch: the rows of one rank)
-    search/          one mini-batch: Karmarkar-Karp (partition), long steps first, micro-batches under caps
-    prefixes/        one mini-batch whose sequences share prefixes, each computed once per micro-batch
-    pipelines/       order of passes on each pipeline stage, with the least makespan
-    basics/          arguments, caps, groups, alignment, images, and loops that Numba compiles
-    cost_model       costs of sequences, counted from a model config or fitted to measurements
-    model_counts     weights of a model's layers, read under its family's names (model_fields)
-    context_degrees  by micro-step: how many ranks share a sequence
-    time_model/      seconds of a step on a described cluster
-    analysis/        statistics, explanations, comparisons, charts, `python -m balancing`
-
-Read `plan` first. Planning imports neither `analysis` nor `time_model`.
+plan             global batches: mini-batches, micro-steps, ranks (and plan_settings)
+mini_batch       the micro-steps of a mini-batch, and the part of a rank
+context_degrees  by micro-step: how many ranks share a sequence
+cost_model       costs of sequences, counted from a model config or fitted to measurements
+model_counts     weights of a model's layers, read under its family's names (model_fields)
+search/          one mini-batch: Karmarkar-Karp (assignment), long steps first, packing
+prefixes/        one mini-batch with shared prefixes: each is computed once per micro-batch
+pipelines/       the least makespan: order of passes on each stage, and of micro-steps
+basics/          alignment, groups, images and checks of arguments
+time_model/      seconds of a step on a described cluster
+analysis/        statistics, explanations, comparisons, charts, `python -m balancing`
 """
 
 import importlib
