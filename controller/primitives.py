@@ -109,7 +109,11 @@ class Passed:
 def tokens_of(tokens: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
     """Fetch token columns, row by row."""
     batch = RemoteBatch({}, {name: tokens[name] for name in names}).gather()
-    return [tuple(np.asarray(batch.row(row)[name]) for name in names) for row in range(len(batch))]
+    fetched_rows = []
+    for row in range(len(batch)):
+        values = batch.row(row)
+        fetched_rows.append(tuple(np.asarray(values[name]) for name in names))
+    return fetched_rows
 
 
 def token_batch(

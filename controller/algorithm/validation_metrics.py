@@ -96,21 +96,27 @@ def _of_one_source(
     metrics = {name: _score(list(groups.values()), name) for name in names}
     n = Counter(len(group) for group in groups.values()).most_common(1)[0][0]
     if n > 1:
-        right = {uid: [_is_right(r, success, threshold) for r in group] for uid, group in groups.items()}
+        right = {}
+        for uid, group in groups.items():
+            right[uid] = [_is_right(response, success, threshold) for response in group]
         for k in [2**i for i in range(n.bit_length()) if 2**i < n] + [n]:
             values = [pass_at_k(len(marks), sum(marks), k) for marks in right.values() if len(marks) >= k]
             metrics[f"pass@{k}"] = PromptValues.of(values)
         if any(response.answer for response in responses):
-            votes = [
-                majority_is_right([r.answer for r in group], right[uid]) for uid, group in groups.items()
-            ]
+            votes = []
+            for uid, group in groups.items():
+                answers = [response.answer for response in group]
+                votes.append(majority_is_right(answers, right[uid]))
             metrics[f"maj@{n}"] = PromptValues.of(votes)
     return metrics
 
 
 def _score(groups: Sequence[Sequence[ScoredResponse]], name: str) -> PromptValues:
-    scores = [[response.scores[name] for response in group if name in response.scores] for group in groups]
-    scored_groups = [group_scores for group_scores in scores if group_scores]
+    scored_groups = []
+    for group in groups:
+        scores = [response.scores[name] for response in group if name in response.scores]
+        if scores:
+            scored_groups.append(scores)
     return PromptValues(
         np.array([sum(group_scores) for group_scores in scored_groups]),
         np.array([float(len(group_scores)) for group_scores in scored_groups]),

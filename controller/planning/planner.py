@@ -155,11 +155,12 @@ def counted_costs(config: TrainingConfig) -> CostModel:
 def images_of(batch: "RemoteBatch") -> list[list[tuple[int, int]]] | None:
     """Return the argument `images` of `plan_batch`."""
     column = batch.columns.get("images")
-    return (
-        None
-        if column is None
-        else [[(int(image.first), image.tokens) for image in placed] for placed in column]
-    )
+    if column is None:
+        return None
+    images = []
+    for placed in column:
+        images.append([(int(image.first), image.tokens) for image in placed])
+    return images
 
 
 def plan_arguments(

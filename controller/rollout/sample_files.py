@@ -60,6 +60,13 @@ class StoredSamples:
     partial: dict[int, Response | SessionRecord] = field(default_factory=dict)
 
 
+def _joined_parts(node: Node) -> dict[str, np.ndarray]:
+    columns = {}
+    for name in PARTIAL:
+        columns[name] = np.concatenate([getattr(part, name) for part in node.parts])
+    return columns
+
+
 def write_samples(path: Path, samples: StoredSamples) -> None:
     """Write a file and replace `path` when it is complete. Raises OutputError."""
     responses = {
@@ -70,10 +77,7 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     }
     partial = [{name: getattr(response, name) for name in PARTIAL} for response in responses.values()]
     nodes = [node for session in sessions.values() for node in session.nodes]
-    turns = [
-        {name: np.concatenate([getattr(part, name) for part in node.parts]) for name in PARTIAL}
-        for node in nodes
-    ]
+    turns = [_joined_parts(node) for node in nodes]
     routed = {f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts for row, node in enumerate(nodes)}
     records = {
         "finished": [_record(sample) for sample in samples.finished],
@@ -256,10 +260,9 @@ def _packed_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
     contents = {
         placed_image.image.digest: placed_image.image for images in image_rows for placed_image in images
     }
-    places = [
-        [(placed_image.image.digest, placed_image.first, placed_image.tokens) for placed_image in images]
-        for images in image_rows
-    ]
+    places = []
+    for images in image_rows:
+        places.append([(placed.image.digest, placed.first, placed.tokens) for placed in images])
     sizes = {digest: (image.width, image.height) for digest, image in contents.items()}
     packed = {f"image.{digest}": np.frombuffer(image.data, np.uint8) for digest, image in contents.items()}
     return {IMAGES: _as_bytes({"places": places, "sizes": sizes})} | packed
@@ -275,9 +278,10 @@ def _unpacked_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Place
         digest: Image(int(digest), width, height, ray.put(data[digest].tobytes()))
         for digest, (width, height) in index["sizes"].items()
     }
-    return [
-        tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row) for row in index["places"]
-    ]
+    image_rows = []
+    for row in index["places"]:
+        image_rows.append(tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row))
+    return image_rows
 
 
 def _hashes(row: Mapping[str, np.ndarray], images: Placed, prompt: int) -> bytes:
