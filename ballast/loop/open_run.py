@@ -55,8 +55,6 @@ from workers.rendering import Renderer
 
 SUMS = (SumLossConfig, WeightedLossConfig)
 STATES = "states"
-OUTPUTS = {"policy": "log_probs", "reference": "log_probs", "critic": "values"}
-"""What a role's forward pass returns, at the tokens with `loss_mask`."""
 
 
 @dataclass
@@ -169,7 +167,8 @@ class OpenRun:
         adapter: name of the policy, with model.lora.policies above 1, here and below.
         """
         method = self._role(role, "reference", adapter=adapter)
-        return self._lanes.train(lambda: self._forward(method(OUTPUTS[role]), batch, role))
+        call = self.config.spec(role).forward_pass
+        return self._lanes.train(lambda: self._forward(method(call), batch, f"{role}.{call}"))
 
     def forward_backward(
         self,
@@ -289,7 +288,7 @@ class OpenRun:
             raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
         if role == "reference" and role in other_roles:
             return roles.of_reference
-        if role not in OUTPUTS or role not in roles.trained:
+        if role not in roles.trained:
             raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
         return partial(_method, roles.trained[role], adapter and _checked(adapter))
 
@@ -353,11 +352,10 @@ class OpenRun:
             "record": other_columns(columns, key),
         }
 
-    def _forward(self, method: Any, batch: RemoteBatch, role: str) -> Passed:
-        pass_name = f"{role}.{OUTPUTS[role]}"  # without a KL, a LoRA policy's reference has no limits
-        plan = self._run.planner.forward_plan(
-            batch, pass_name if pass_name in self.config.limits else "policy.log_probs"
-        )
+    def _forward(self, method: Any, batch: RemoteBatch, pass_name: str) -> Passed:
+        if pass_name not in self.config.limits:  # of a LoRA policy's reference, without a KL
+            pass_name = "policy.log_probs"
+        plan = self._run.planner.forward_plan(batch, pass_name)
         with on_training_roles(self._run, "log_probs"):
             outputs = method(batch, plan)
         return Passed(results(outputs.metrics), outputs.tokens)

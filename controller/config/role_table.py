@@ -44,6 +44,11 @@ class RoleSpec:
         return self.section or self.name
 
     @property
+    def forward_pass(self) -> str:
+        """The pass without an update, such as `log_probs`."""
+        return next(call for call in self.passes if call != "update")
+
+    @property
     def takes_new_head(self) -> bool:
         """Whether the model's checkpoint may lack the role's head."""
         return self.learns or self.head == "lm"
