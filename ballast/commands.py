@@ -54,7 +54,6 @@ ALL_COMMANDS = {
     "doctor": Command("ballast.doctor", "check this machine, or a cluster, before the first run"),
     "replay": Command("ballast.replay.__main__", "train a recorded step again"),
     "layout": Command("ballast.planning.layouts", "find the fastest layouts of a run on a cluster"),
-    "whatif": Command("ballast.planning.whatif", "predict the speed of a recorded run under other settings"),
     "migrate": Command("ballast.migrate.__main__", "translate a configuration of verl or TRL"),
     "template": Command(
         "ballast.pages.template", "show what a chat template does to the turns of a conversation"
@@ -63,6 +62,12 @@ ALL_COMMANDS = {
     "completion": Command("ballast.completion", "print the Tab completion for bash and zsh"),
 }
 COMMANDS = {name: command for name, command in ALL_COMMANDS.items() if command.is_here()}
+
+REMOVED = {
+    "whatif": "`ballast fit --config runs/NAME/config.yaml --dry-run --cluster ... --measured runs/NAME key=value` "
+    "predicts a recorded run's speed under other settings."
+}
+"""Commands that the last version had, and what to use instead. Kept for one version."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name in ALL_COMMANDS and name not in COMMANDS:
         return _refuse(f"ballast {name}: {ALL_COMMANDS[name].module} is not installed.")
+    if name in REMOVED:
+        return _refuse(f"ballast {name} was removed. {REMOVED[name]}")
     if name not in COMMANDS:
         return _refuse(f"ballast has no command {name!r}; {_suggestion(name)}")
     try:

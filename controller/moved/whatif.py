@@ -1,4 +1,5 @@
-from controller.moved import run_moved
+import importlib
+import sys
 
 if __name__ == "__main__":
-    run_moved("whatif", "whatif")
+    sys.exit(importlib.import_module("ballast.commands").main(["whatif"]))

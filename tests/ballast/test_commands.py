@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ballast import __version__
-from ballast.commands import COMMANDS, help_page, main
+from ballast.commands import COMMANDS, REMOVED, help_page, main
 from tests.controller.config_workspace import write_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,20 @@ def test_a_name_that_is_none_is_told_in_one_line(capsys: pytest.CaptureFixture[s
     assert (
         capsys.readouterr().err == "error: ballast has no command 'preferencs'; did you mean preferences?\n"
     )
+
+
+def test_a_removed_command_names_its_successor_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["whatif", "runs/addition", "rollout.max_staleness=1"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ballast whatif was removed. ")
+    assert "--measured" in message and message.count("\n") == 1
+    assert not REMOVED.keys() & COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", ["report", "show"])
+def test_a_missing_folder_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere: ")
 
 
 def test_the_version_is_the_changelogs_last(capsys: pytest.CaptureFixture[str]) -> None:
