@@ -1,1 +1,1 @@
-"""Commands that predict speed before GPUs are rented: `layout` and `whatif`. See docs/planning-a-run.md."""
+"""The command `layout`, which predicts speed before GPUs are rented. See docs/planning-a-run.md."""
