@@ -5,6 +5,7 @@ The calls are read from our source (`tests.library_calls`), so that none is forg
 installed: its part is held against the signature that it publishes, below.
 """
 
+import asyncio
 import inspect
 import os
 import re
@@ -56,7 +57,8 @@ def flash_attn_varlen_func(
 @cache
 def tables(folder: str) -> Tables:
     """Of what class the objects are that a folder's modules call."""
-    rooms = dict.fromkeys(("workers/rollout", "workers/engine", "workers/agents"), _rollout_tables)
+    sampling = ("workers/rollout", "workers/engine", "workers/agents")
+    rooms = dict.fromkeys(sampling, _rollout_tables)
     rooms["workers/model"] = _model_tables
     return next((table() for room, table in rooms.items() if folder.startswith(room)), Tables())
 
@@ -72,6 +74,7 @@ def _rollout_tables() -> Tables:
 
     return Tables(
         receivers={
+            "asyncio": asyncio,
             "self.engine": AsyncLLM,
             "engine": AsyncLLM,
             "engine.engine_core": AsyncMPClient,
@@ -118,7 +121,7 @@ def _model_tables() -> Tables:
     )
     return Tables(
         receivers={"module": sharded} | dict.fromkeys(meshes, DeviceMesh),
-        stars={"_tokens_first(query, key, value)": 3, "where": 4, "given": 6},
+        stars={"_tokens_first(query, key, value)": 3, "cuda_arguments": 4, "inputs": 6},
         watched=(FSDPModule, DeviceMesh),
         published={"flash_attn.flash_attn_varlen_func": flash_attn_varlen_func},
     )

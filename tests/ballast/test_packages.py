@@ -47,7 +47,7 @@ def test_a_users_file_that_hides_a_package_is_named(
     told = f"{tmp_path / named} hides Ballast's package {hidden}. Rename it, or run from another folder"
     assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
     if hidden != "controller":  # of which Python itself says what it found
-        done = run(tmp_path, "ballast.pages.report")
+        done = run(tmp_path, "controller.sft")
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1 and told in done.stderr
 

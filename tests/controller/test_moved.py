@@ -10,7 +10,10 @@ import pytest
 import controller
 from ballast.commands import COMMANDS
 
-EARLIER = sorted(path.stem for path in (Path(controller.__file__).parent / "moved").glob("[a-z]*.py"))
+REMOVED = {"whatif"}
+EARLIER = sorted(
+    {path.stem for path in (Path(controller.__file__).parent / "moved").glob("[a-z]*.py")} - REMOVED
+)
 
 
 @pytest.mark.parametrize("name", EARLIER)

@@ -44,7 +44,8 @@ SEEN = []
 
 @policy_loss("no_number", aggregation="token_mean")
 def no_number(predictions, config):
-    return predictions.log_probs * float("nan"), {}
+    # Finite where a loss is tried before the run: log-probs of -1.
+    return predictions.log_probs.where(predictions.log_probs == -1, float("nan")), {}
 
 
 @policy_loss("looks", aggregation="token_mean")

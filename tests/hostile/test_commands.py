@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr("controller.lifecycle.user_functions.find_function", lambda *_, **__: REWARD)
     patch.setattr("controller.lifecycle.reward_inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
     patch.setattr("controller.lifecycle.chat_inputs.examine", lambda *_, **__: None)
-    for name in ("inputs.find_class", "inputs.try_environment", "user_functions.check_loss"):
+    for name in ("reward_inputs.find_class", "reward_inputs.try_environment", "user_functions.check_loss"):
         patch.setattr(f"controller.lifecycle.{name}", _out_of_reach)
     patch.setattr("controller.lifecycle.session.locked", _nothing)
     for module in ("lifecycle.session", "replay"):

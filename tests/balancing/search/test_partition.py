@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing import BalancingError
+from balancing import BalancingError, partition
 from balancing.errors import CountError, OptionError, WeightError
-from balancing.search import partition
 from balancing.search.partition import _heaviest_first
 
 ALGORITHMS = ("refined", "karmarkar_karp", "longest_first")

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing import partition
 from balancing.analysis.distributions import DISTRIBUTIONS, draw
-from balancing.search import partition
 from balancing.search.lower_bounds import mean_bound
 from tests.benchmarks.balancing.table import Table, cpu_seconds
 

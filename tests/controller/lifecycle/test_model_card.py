@@ -33,8 +33,8 @@ def test_packages_that_are_on_the_path_alone_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with the working_dir of `ray job submit`."""
-    for module in ("lifecycle.model_card", "doctor.cluster_checks"):
-        monkeypatch.setattr(f"controller.{module}.distribution", str)
+    for module in ("controller.lifecycle.model_card", "ballast.doctor.cluster_checks"):
+        monkeypatch.setattr(f"{module}.distribution", str)
     write_card(load_as(Config, None, ["model.path=Qwen/Qwen3-0.6B", "run.name=mine"]), tmp_path)
     text = ModelCard.load(tmp_path / "README.md").text
     assert "transformers 5." in text and "ballast-rl" not in text

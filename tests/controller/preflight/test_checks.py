@@ -275,7 +275,7 @@ def test_what_cannot_work_is_refused(workspace: Path, named: str, overrides: lis
         (
             "train.jsonl",
             '[{"prompt": "1"}]',
-            "data.train: train.jsonl:1 has no 'prompt'. Set data.prompt_key",
+            "data.train: train.jsonl:1 is a list in place of a record a line.",
         ),
         ("train.jsonl", '{"prompt": 3}', "data.train: train.jsonl:1 has a prompt of type int"),
         ("validation.jsonl", '{\n"prompt": "1"}', "data.validation: validation.jsonl:1 is not JSON: "),

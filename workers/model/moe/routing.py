@@ -121,7 +121,7 @@ class RouterReplay(RouterHook):
 
     def _forward_of(self, block: nn.Module, layer: int, model: str) -> Callable[..., Any]:
         compute = block.forward
-        experts = {module.num_experts for module in find_experts(block)}  # of all ranks, not yet divided
+        experts = {moe.num_experts for moe in find_experts(block)}  # of all ranks, not yet divided
 
         def forward(*arguments: Any, **named: Any) -> Any:
             choice = None if self.current is None else self.current[:, layer].long()

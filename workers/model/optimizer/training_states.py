@@ -92,8 +92,9 @@ class TrainingStates:
     def hold(self, names: Collection[str]) -> None:
         """Have exactly these policies, for values that are loaded next. Raises as `use`."""
         if set(names) != set(self.all):
+            current = self.current
             self.name = ""
-            self.all = {"": self.current}
+            self.all = {"": current}
             for name in names:
                 self.use(name)
 
