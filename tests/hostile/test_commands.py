@@ -85,8 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for name in ("reward_inputs.find_class", "reward_inputs.try_environment", "user_functions.check_loss"):
         patch.setattr(f"controller.lifecycle.{name}", _out_of_reach)
     patch.setattr("controller.lifecycle.session.locked", _nothing)
-    for module in ("lifecycle.session", "replay"):
-        patch.setattr(f"controller.{module}.check_cluster", _nothing)
+    for module in ("controller.lifecycle.session", "ballast.replay.__main__"):
+        patch.setattr(f"{module}.check_cluster", _nothing)
     patch.setattr("ballast.replay.__main__.run", _nothing)
     patch.setattr(
         "ballast.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None

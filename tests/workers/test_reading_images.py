@@ -123,7 +123,8 @@ def test_resized_images_have_the_pixels_that_were_asked_for(
     if least <= width * height <= most:
         assert found.size == (width, height)
     elif max(width, height) <= 20 * min(width, height) and pixels > 400:
-        assert pixels >= min(least, width * height)
+        # Between near bounds there may be no such product of whole sides: at most a row is missing.
+        assert pixels + max(found.size) > min(least, width * height)
         assert found.width / found.height == pytest.approx(width / height, rel=0.25)
 
 

@@ -86,7 +86,7 @@ def resized(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image
     scale = math.sqrt(min(max(pixels, least), most) / pixels)
     rounded = math.floor if pixels > most else math.ceil
     short, long = (max(1, rounded(scale * side)) for side in sorted(image.size))
-    long = min(max(long, -(-least // short)), most // short)  # a long side of which rounding took too much
+    long = min(long, most // short)
     return image.resize((short, long) if width < height else (long, short))
 
 
