@@ -54,7 +54,7 @@ ALL_COMMANDS = {
     "doctor": Command("ballast.doctor", "check this machine, or a cluster, before the first run"),
     "replay": Command("ballast.replay.__main__", "train a recorded step again"),
     "layout": Command("ballast.planning.layouts", "find the fastest layouts of a run on a cluster"),
-    "migrate": Command("ballast.migrate.__main__", "translate a configuration of verl or TRL"),
+    "migrate": Command("ballast.migrate.__main__", "translate a recipe of verl, TRL and other systems"),
     "template": Command(
         "ballast.pages.template", "show what a chat template does to the turns of a conversation"
     ),

@@ -15,7 +15,6 @@ from controller.config.conditions import CONDITIONS, holds
 from controller.config.file import value_of
 from controller.config.model_files import read_model_files
 from controller.config.role_table import POLICY, ROLES, RoleSpec
-from controller.config.role_table import path_setting as path_setting
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 

@@ -12,7 +12,7 @@ from controller.checkpoints.progress import check_same_data
 from controller.config import Config, TrainingConfig
 from controller.config.model_files import positions, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
-from controller.config.training import path_setting
+from controller.config.role_table import path_setting
 from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
 from controller.data.prompts import (
     Prompt,

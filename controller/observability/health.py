@@ -1,6 +1,6 @@
 """Warn about a run that does not learn, from its steps' metrics.
 
-    metrics of a step --Symptom by symptom--> seen in enough steps in a row? --> once: what is seen, and what to try
+    metrics of a step --Symptom by symptom--> seen in `STEPS` steps in a row? --> once: what is seen, and what to try
 
 A run prints the warnings. Its report computes them again from metrics.jsonl.
 """
@@ -20,17 +20,14 @@ GROWN, LEAST_MISMATCH = 10.0, 0.01  # multiple of the first mismatch, and nats a
 class Symptom:
     """A sign in a metric that steps teach little.
 
-    seen: (value, first nonzero value) -> whether it shows. told: description with {value} and {first}, and
-    advice.
+    seen: (value, first nonzero value) -> whether it shows. description: text with {value}, {first} and advice.
     sampling: applies only to runs that sample from the policy, because entropy falls when fine-tuning learns.
-    steps: in a row, after which it is reported.
     """
 
     metric: str
     seen: Callable[[float, float], bool]
-    told: str
+    description: str
     sampling: bool = False
-    steps: int = STEPS
 
 
 SYMPTOMS = (
@@ -52,9 +49,8 @@ SYMPTOMS = (
     Symptom(
         "policy/skipped_steps",
         lambda skipped, _: skipped > 0,
-        "{value:.0f} optimiser steps were skipped because loss or gradient were NaN or infinite. Lower "
+        "optimiser steps were skipped because loss or gradient were NaN or infinite. Lower "
         "policy.optimizer.learning_rate, or look for huge rewards and at a loss of your own",
-        steps=1,  # a skipped step trained nothing, and a short run would end without a word
     ),
     Symptom(
         "policy/grad_norm",
@@ -81,7 +77,7 @@ class Health:
         self._in_a_row = dict.fromkeys((symptom.metric for symptom in self._symptoms), 0)
 
     def see(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Describe, by metric, each symptom seen for its number of steps. A value that is not finite is None.
+        """Describe, by metric, each symptom seen for `STEPS` steps. A value that is not finite is None.
 
         A symptom is described again only after it was gone. A step without the metric does not count.
         """
@@ -95,10 +91,9 @@ class Health:
                 self._first.setdefault(name, value)
             first = self._first.get(name, 0.0)
             self._in_a_row[name] = self._in_a_row[name] + 1 if symptom.seen(value, first) else 0
-            if self._in_a_row[name] == symptom.steps:
-                text = symptom.told.format(value=value, first=first)
-                steps = f"steps {step - symptom.steps + 1} to {step}" if symptom.steps > 1 else f"step {step}"
-                descriptions[name] = f"{steps}: {text}"
+            if self._in_a_row[name] == STEPS:
+                text = symptom.description.format(value=value, first=first)
+                descriptions[name] = f"steps {step - STEPS + 1} to {step}: {text}"
         return descriptions
 
 
