@@ -14,7 +14,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.end_to_end.processes import MARK, ROOT, all_end, begin, marked_environment
+from tests.end_to_end.processes import LAST_PROCESS_ENDS, MARK, ROOT, all_end, begin, marked_environment
 
 INSTALL = "BALLAST_INSTALL"
 OWN = ("python", "pip", "activate", "Activate", "ballast")
@@ -83,7 +83,7 @@ class Checkout:
         """A line and what it said; fails unless it ends with `code`."""
         return ended(self.start(line), code=code, seconds=seconds)
 
-    def left(self, seconds: float = 60.0) -> list[str]:
+    def left(self, seconds: float = LAST_PROCESS_ENDS) -> list[str]:
         """What still runs of all that was started here, after at most `seconds`; it is killed."""
         return all_end(self.environment[MARK], seconds)
 

@@ -16,6 +16,8 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 MARK = "BALLAST_TEST_RUN"
+# Seconds. When a driver is killed, Ray's two agents try for 60 s to reach the dead control service.
+LAST_PROCESS_ENDS = 120
 
 
 def marked_environment() -> dict[str, str]:
@@ -69,7 +71,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def all_end(mark: str, seconds: float) -> list[str]:
+def all_end(mark: str, seconds: float = LAST_PROCESS_ENDS) -> list[str]:
     """What of the marked processes still lives after at most `seconds`; it is killed."""
     deadline = time.monotonic() + seconds
     while (left := survivors(mark)) and time.monotonic() < deadline:
@@ -101,8 +103,8 @@ def settings_file(workspace: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a command ended: its exit code, its output, and the processes of its mark that still ran a minute
-    later.
+    """How a command ended: its exit code, its output, and the processes of its mark that still ran two
+    minutes later.
 
     said: the lines of its output up to the one that it was stopped at. listening: on what it did then, see
     `listening`.
@@ -132,7 +134,7 @@ def stopped(stop: signal.Signals, said_last: str, command: list[str], environmen
     else:
         run.send_signal(stop)
     _, errors = run.communicate(timeout=120)
-    return Stopped(run.returncode, said, errors, all_end(environment[MARK], 60), sockets)
+    return Stopped(run.returncode, said, errors, all_end(environment[MARK]), sockets)
 
 
 def ports(shift: int) -> list[str]:

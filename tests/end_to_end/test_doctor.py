@@ -43,7 +43,7 @@ def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(
     for name in LINES[-2:]:
         assert float(re.search(r"differ by (\S+) nats", found[name]).group(1)) < 1e-4
     assert not folder.parent.exists()
-    assert all_end(environment[MARK], 20) == []
+    assert all_end(environment[MARK]) == []
 
 
 def test_ctrl_c_ends_all_that_was_started() -> None:
@@ -56,4 +56,4 @@ def test_ctrl_c_ends_all_that_was_started() -> None:
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 1
     assert "stopped" in errors.splitlines()
-    assert all_end(environment[MARK], 30) == []
+    assert all_end(environment[MARK]) == []

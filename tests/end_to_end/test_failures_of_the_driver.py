@@ -114,7 +114,7 @@ def test_a_driver_killed_while_it_saves_goes_on_from_the_checkpoint_before(start
     os.kill(run.process.pid, signal.SIGKILL)
     os.kill(policy, signal.SIGKILL)
     run.end()
-    assert all_end(run.environment[MARK], 60) == []
+    assert all_end(run.environment[MARK]) == []
     stood = run.checkpoints()
     assert stood and "step-12" not in stood
     again = start(*settings)
@@ -153,7 +153,7 @@ def test_steps_without_a_number_are_skipped_and_then_stop_the_run_by_name(start)
     assert re.search(
         r"^error: policy dp=0: 2 optimiser steps in a row were skipped .* NaN or infinite", run.lines[-1]
     )
-    assert all_end(run.environment[MARK], 30) == []
+    assert all_end(run.environment[MARK]) == []
 
 
 @pytest.fixture

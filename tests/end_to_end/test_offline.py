@@ -43,7 +43,7 @@ def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp
     log = (folder / "run.log").read_text()
     assert log.startswith("=== ") and re.search("\nstep 3/3  .*epoch", log) and "\x1b" not in log
     assert set(re.findall(r"^\((.+) pid=", log, re.M)) <= {"policy dp=0", "policy dp=1", "raylet"}
-    assert all_end(environment[MARK], 30) == []
+    assert all_end(environment[MARK]) == []
 
 
 @pytest.mark.slow
