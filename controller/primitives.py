@@ -122,7 +122,10 @@ def token_batch(
     """Make a batch of token sequences. See `OpenRun.batch`."""
     import ray
 
-    tokens = DataProto.from_rows([{name: np.asarray(row[name]) for name in row} for row in rows])
+    array_rows = []
+    for row in rows:
+        array_rows.append({name: np.asarray(column) for name, column in row.items()})
+    tokens = DataProto.from_rows(array_rows)
     names = list(tokens.tokens)
     if missing := {"input_ids", "loss_mask"} - set(names):
         raise DataError(f"rows lack {sorted(missing)[0]!r}, which every pass reads. Add it.")

@@ -62,10 +62,9 @@ class Case:
         if not self.grades:
             credit = tuple((tokens, 0.0, state) for tokens, _, state in score.credit)
             return replace(score, reward=0.0, parts={}, failure=f"judge: {self.failure}", credit=credit)
-        names = dict.fromkeys(itertools.chain(*self.grades))
-        means = {
-            name: float(np.mean([grade[name] for grade in self.grades if name in grade])) for name in names
-        }
+        means = {}
+        for name in dict.fromkeys(itertools.chain(*self.grades)):
+            means[name] = float(np.mean([grade[name] for grade in self.grades if name in grade]))
         return replace(score, reward=score.reward + weight * means["judge"], parts=score.parts | means)
 
 

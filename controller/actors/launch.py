@@ -402,8 +402,11 @@ class _Launch:
 
 def shared_devices(ranks: list[dict[str, Any]], engines: int, ranks_per_engine: int) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES of each colocated engine. ranks: `Worker.facts` of every policy rank."""
-    shared = [ranks_of_engine(replica, ranks_per_engine) for replica in range(engines)]
-    return [",".join(ranks[rank]["gpus"] for rank in of_engine) for of_engine in shared]
+    devices = []
+    for replica in range(engines):
+        gpus = [ranks[rank]["gpus"] for rank in ranks_of_engine(replica, ranks_per_engine)]
+        devices.append(",".join(gpus))
+    return devices
 
 
 def session_front(config: Config, console: Console, stack: ExitStack) -> Any:

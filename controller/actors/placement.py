@@ -25,7 +25,8 @@ def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
     Raises ResourceError if a colocated engine would span several nodes.
     """
     rooms = _rooms(nodes)
-    assignments = [_assign([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]
+    bundle_counts = [len(room) for room in rooms]
+    assignments = [_assign(bundle_counts, sizes) for sizes in _sizes(pool)]
     node_of_rank = min(assignments, key=lambda nodes: _split(pool, nodes))
     _check_engines(pool, node_of_rank, rooms)
     bundles = [iter(room) for room in rooms]

@@ -80,24 +80,21 @@ class RewardPool:
         """Score samples that have a row in the block, on the next actor, and return a reference to a list of
         Score.
         """
-        rows = [
-            prompts[result.uid].columns | ({MESSAGES: result.messages} if result.messages else {})
-            for result in results
-        ]
-        requests = [
-            ScoreRequest(
-                result.row,
-                result.prompt_tokens,
-                {name: row[name] for name in self._columns if name in row},
-                _images_of(prompts[result.uid], result) if self._image_key else (),
-                self._image_key,
-                texts,
-            )
-            for result, row in zip(results, rows, strict=True)
-        ]
+        requests = [self._request(result, prompts[result.uid], texts) for result in results]
         actor = self._actors[self._next % len(self._actors)]
         self._next += 1
         return actor.score.options(name="reward.score").remote(block, requests)
+
+    def _request(self, result: SampleResult, prompt: Prompt, texts: bool) -> ScoreRequest:
+        columns = prompt.columns | ({MESSAGES: result.messages} if result.messages else {})
+        return ScoreRequest(
+            result.row,
+            result.prompt_tokens,
+            {name: columns[name] for name in self._columns if name in columns},
+            _images_of(prompt, result) if self._image_key else (),
+            self._image_key,
+            texts,
+        )
 
     def read(self, places: Sequence[tuple[ray.ObjectRef, int, int]]) -> list[dict[str, Any]]:
         """Decode samples whose texts were left out: the block, row and prompt tokens of each."""

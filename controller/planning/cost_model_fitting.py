@@ -105,11 +105,11 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
     stages: dict[str, list[Sequence[MicroStepTime]]] = {}
     for actor, micro_steps in times.items():
         stages.setdefault(actor.partition(" pp=")[0], []).append(micro_steps)
-    return [
-        replace(parts[0], seconds=sum(part.seconds for part in parts))
-        for every in stages.values()
-        for parts in zip(*every, strict=True)
-    ]
+    whole_steps = []
+    for stage_steps in stages.values():
+        for parts in zip(*stage_steps, strict=True):
+            whole_steps.append(replace(parts[0], seconds=sum(part.seconds for part in parts)))
+    return whole_steps
 
 
 def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:

@@ -60,6 +60,10 @@ class StoredSamples:
     partial: dict[int, Response | SessionRecord] = field(default_factory=dict)
 
 
+def _kept_fields(response: Response) -> dict[str, Any]:
+    return {name: getattr(response, name) for name in PARTIAL}
+
+
 def _joined_parts(node: Node) -> dict[str, np.ndarray]:
     columns = {}
     for name in PARTIAL:
@@ -75,7 +79,7 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     sessions = {
         seed: session for seed, session in samples.partial.items() if isinstance(session, SessionRecord)
     }
-    partial = [{name: getattr(response, name) for name in PARTIAL} for response in responses.values()]
+    partial = [_kept_fields(response) for response in responses.values()]
     nodes = [node for session in sessions.values() for node in session.nodes]
     turns = [_joined_parts(node) for node in nodes]
     routed = {f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts for row, node in enumerate(nodes)}
@@ -115,11 +119,11 @@ def read_samples(path: Path) -> StoredSamples:
         ]
         routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
         turn_parts = zip(turns, images[len(sample_rows) :], routed, strict=True)
-        sessions = {
-            seed: SessionRecord(tuple(_node(turn, *next(turn_parts)) for turn in nodes), rewards)
-            for seed, rewards, nodes in records.get("sessions", ())
-        }
-        return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)) | sessions)
+        unfinished: dict[int, Response | SessionRecord] = dict(zip(records["partial"], partial, strict=True))
+        for seed, rewards, turn_records in records.get("sessions", ()):
+            nodes = [_node(record, *next(turn_parts)) for record in turn_records]
+            unfinished[seed] = SessionRecord(tuple(nodes), rewards)
+        return StoredSamples(finished, unfinished)
 
 
 def write_step(path: Path, rollout: RolloutBatch) -> None:
@@ -140,14 +144,11 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     arrays["trained"] = np.array([row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64)
     arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
     if IMAGES in samples.columns:
-        pairs = zip(samples[IMAGES], samples["branches"], strict=True)
-        arrays |= _packed_images(
-            [
-                images
-                for row_images, branches in pairs
-                for images in (row_images, *(b.images for b in branches))
-            ]
-        )
+        images = []
+        for sample_images, branches in zip(samples[IMAGES], samples["branches"], strict=True):
+            images.append(sample_images)
+            images += [branch.images for branch in branches]
+        arrays |= _packed_images(images)
     placed_branches = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
     tokens = _fetched(
         [(ref, row + n) for (ref, _, row), branches in placed_branches for n in range(1 + len(branches))]
@@ -174,25 +175,18 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         prompts = columns["prompt_tokens"].tolist()
         branches = columns["branches"]
         images = _unpacked_images(arrays, len(tokens))
-    first = np.cumsum(branches + 1) - branches - 1
-    spans = [slice(start, start + 1 + n) for start, n in zip(first.tolist(), branches.tolist(), strict=True)]
-    sample_rows = [
-        ([tokens.row(row) for row in range(span.start, span.stop)], images[span]) for span in spans
-    ]
-    columns["prefix_hashes"] = object_column(
-        [
-            _hashes(rows[0], placed[0], prompt)
-            for (rows, placed), prompt in zip(sample_rows, prompts, strict=True)
-        ]
-    )
-    columns["branches"] = object_column(
-        [
-            branches_of(rows, prompt, placed)
-            for (rows, placed), prompt in zip(sample_rows, prompts, strict=True)
-        ]
-    )
+    ends = np.cumsum(branches + 1)
+    first = ends - branches - 1
+    hashes = []
+    sample_branches = []
+    for start, end, prompt in zip(first.tolist(), ends.tolist(), prompts, strict=True):
+        rows = [tokens.row(row) for row in range(start, end)]
+        hashes.append(_hashes(rows[0], images[start], prompt))
+        sample_branches.append(branches_of(rows, prompt, images[start:end]))
+    columns["prefix_hashes"] = object_column(hashes)
+    columns["branches"] = object_column(sample_branches)
     if any(images):
-        columns[IMAGES] = object_column([placed[0] for _, placed in sample_rows])
+        columns[IMAGES] = object_column([images[start] for start in first])
     names = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
     block = (put or ray.put)(tokens)
     samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in names})

@@ -35,6 +35,7 @@ LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 BRANCH_COLUMNS = tuple(column.name for column in fields(Branch))
+EXAMPLE_COLUMNS = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
 KEPT_ADVANTAGES = "kept_advantages"
 """Column: advantages of replayed rows, NaN for new rows."""
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
@@ -198,18 +199,18 @@ class RolloutBatch:
         texts_of: texts by a prompt's uid. characters: limit of a text.
         """
         scores = list(self.by_sample.values())
-        names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
-        return [
-            {name: self.batch[name][row].item() for name in names}
-            | {
-                name: shortened(text, characters)
-                for name, text in texts_of(self.batch["uid"][row].item()).items()
-            }
-            | {"response": shortened(scores[row].response, characters)}
-            | _told(scores[row], characters)
-            | ({"failure": scores[row].failure} if scores[row].failure else {})
-            for row in self._shown(count)
-        ]
+        records = []
+        for row in self._shown(count):
+            score = scores[row]
+            record = {name: self.batch[name][row].item() for name in EXAMPLE_COLUMNS}
+            for name, text in texts_of(record["uid"]).items():
+                record[name] = shortened(text, characters)
+            record["response"] = shortened(score.response, characters)
+            record |= _told(score, characters)
+            if score.failure:
+                record["failure"] = score.failure
+            records.append(record)
+        return records
 
     def with_texts(
         self, count: int, read: Callable[[list[Any]], Iterable[Mapping[str, Any]]]
@@ -268,9 +269,7 @@ class RolloutBatch:
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
-            **_turn_metrics(
-                [[earned for _, earned, _ in score.credit] for score in scores if not score.session]
-            ),
+            **_turn_metrics([score.turn_rewards for score in scores if not score.session]),
             **session_metrics([score.session for score in scores], self.batch["seconds"]),
         }
 
@@ -328,8 +327,11 @@ def with_record_columns(
     """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by
     uid.
     """
-    columns = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
-    return batch.with_columns(**{name: record_column(values) for name, values in columns.items()})
+    records = [prompts[uid].columns for uid in batch["uid"].tolist()]
+    columns = {}
+    for name in names:
+        columns[name] = record_column([record[name] for record in records])
+    return batch.with_columns(**columns)
 
 
 def taught_by(
@@ -382,12 +384,12 @@ def assemble(
     rows = [result.row for result in results]
     columns = {
         "uid": np.array([result.uid for result in results]),
-        "sample": np.array([result.sample for result in results], dtype=np.int64),
-        **{name: np.array([getattr(result, name) for result in results], dtype=np.int64) for name in COUNTS},
         "prefix_hashes": object_column([result.prefix_hashes for result in results]),
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in results]),
         "seconds": np.array([result.seconds for result in results]),
     }
+    for name in ("sample", *COUNTS):
+        columns[name] = np.array([getattr(result, name) for result in results], dtype=np.int64)
     columns |= _images(results)
     tokens = {name: places(name, blocks, rows) for name in token_columns}
     return RolloutBatch(
@@ -405,9 +407,10 @@ def _images(results: Sequence[SampleResult]) -> dict[str, np.ndarray]:
     store.
     """
     refs: dict[int, Any] = {}
-    branches = [
-        tuple(replace(b, images=stored(b.images, refs)) for b in result.branches) for result in results
-    ]
+    branches = []
+    for result in results:
+        result_branches = [replace(branch, images=stored(branch.images, refs)) for branch in result.branches]
+        branches.append(tuple(result_branches))
     images = [stored(result.images, refs) for result in results]
     return {"branches": object_column(branches)} | ({IMAGES: object_column(images)} if any(images) else {})
 
@@ -427,8 +430,12 @@ def _told(score: Score, longest: int) -> dict[str, Any]:
     if score.session:
         return record | {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
     most = max(1, longest // max(1, len(score.turns)))
-    turns = [{who: shortened(text, most) for who, text in turn.items()} for turn in score.turns]
+    turns = [_shorten_texts(turn, most) for turn in score.turns]
     return record | ({"turns": turns} if turns else {})
+
+
+def _shorten_texts(texts: Mapping[str, str], longest: int) -> dict[str, str]:
+    return {name: shortened(text, longest) for name, text in texts.items()}
 
 
 def newly_sampled(batch: RemoteBatch) -> RemoteBatch:

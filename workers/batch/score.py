@@ -58,6 +58,10 @@ class Score:
             for name, value in failed.items():
                 object.__setattr__(self, name, value)
 
+    @property
+    def turn_rewards(self) -> list[float]:
+        return [reward for _, reward, _ in self.credit]
+
 
 def is_finite(number: float) -> bool:
     return -LARGEST < number < LARGEST
