@@ -172,8 +172,13 @@ def _evidence(recipe: Mapping[str, Any], program: str, pattern: str, beginnings:
     if match := re.search(pattern, program):
         return match[0]
     pairs = [f"{key}={value}" for key, value in recipe.items()]
-    hits = [next((pair for pair in pairs if pair.startswith(beginning)), "") for beginning in beginnings]
-    return ", ".join(hits) if all(hits) else ""
+    hits = []
+    for beginning in beginnings:
+        hit = next((pair for pair in pairs if pair.startswith(beginning)), "")
+        if not hit:
+            return ""
+        hits.append(hit)
+    return ", ".join(hits)
 
 
 def _by_keys(recipe: Mapping[str, Any]) -> Recognition | None:

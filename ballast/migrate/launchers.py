@@ -5,7 +5,7 @@ rollout_args = f"--n-samples-per-prompt 8 --prompt-data {args.folder}/train.json
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 FLAG_IN_TEXT = re.compile(r"(?:^|\s)--[a-zA-Z][\w.-]*")
 
@@ -17,13 +17,17 @@ def flags_in_texts(tree: ast.Module) -> str:
     values = _values_by_name(tree)
     places: list[ast.AST] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     texts_of_places = [list(_texts_with_flags(place, values)) for place in [*places, tree]]
-    counts = [sum(len(FLAG_IN_TEXT.findall(text)) for text in texts) for texts in texts_of_places]
+    counts = [_count_flags(texts) for texts in texts_of_places]
     if not counts[-1]:
         return ""
     of_functions = max(counts[:-1], default=0)
     best = counts.index(of_functions) if of_functions * 2 > counts[-1] else -1
     programs = [value for name, value in values.items() if value.endswith(".py") and "script" in name]
     return " ".join([*programs, *texts_of_places[best]])
+
+
+def _count_flags(texts: Iterable[str]) -> int:
+    return sum(len(FLAG_IN_TEXT.findall(text)) for text in texts)
 
 
 def _values_by_name(tree: ast.Module) -> dict[str, str]:

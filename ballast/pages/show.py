@@ -67,7 +67,8 @@ def _show(arguments: Sequence[str] | None) -> None:
 def _table(title: str, rows: Sequence[Row]) -> Table:
     summaries = list(map(summary, rows))
     table = Table("session", title=title, title_justify="left", box=None, expand=True, pad_edge=False)
-    names = [name for name in COLUMNS if any(name in numbers for numbers in summaries)]
+    summary_names = {name for numbers in summaries for name in numbers}
+    names = [name for name in COLUMNS if name in summary_names]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)

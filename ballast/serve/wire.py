@@ -108,10 +108,11 @@ def read_pass(request: Any, *, vocabulary: int, longest: int) -> tuple[Rows, Sum
         raise RefusedError("data: empty. Pass at least one Datum.")
     rows = [_row(datum, loss.name, vocabulary, longest) for datum in request.data]
     names = {name for row in rows for name in row}
-    rows = [
-        {name: row.get(name, np.ones(len(row["input_ids"]), np.float32)) for name in names} for row in rows
-    ]
-    return rows, loss
+    whole_rows = []
+    for row in rows:
+        ones = np.ones(len(row["input_ids"]), np.float32)
+        whole_rows.append({name: row.get(name, ones) for name in names})
+    return whole_rows, loss
 
 
 def _loss(request: Any) -> SumLossConfig:
