@@ -33,15 +33,17 @@ class Counterpart:
 
     def is_of(self, names: Collection[str]) -> bool:
         """Whether the settings `names` include the counterpart."""
-        return all(
-            name in names or any(setting.startswith(f"{name}.") for setting in names) for name in self.here
-        )
+        return all(name in names or _has_section(names, name) for name in self.here)
 
     @property
     def answer(self) -> str:
         if not self.here:
             return f"it has no counterpart here ({self.note})"
         return f"here it is {' and '.join(self.here)}{f' ({self.note})' if self.note else ''}"
+
+
+def _has_section(names: Collection[str], section: str) -> bool:
+    return any(name.startswith(f"{section}.") for name in names)
 
 
 @cache

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,8 +33,11 @@ def load_recorded(path: Path) -> TrainingConfig:
         # loading says what is wrong
         sections = set()
         data = set()
-    schemas = [schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)}]  # type: ignore[arg-type]
-    unknown = {schema: len(data - vars(schema().data).keys()) for schema in schemas}  # type: ignore[attr-defined]
+    unknown: dict[type[TrainingConfig], int] = {}
+    for schema in SCHEMAS:
+        config: Any = schema()
+        if sections <= {item.name for item in fields(config)}:
+            unknown[schema] = len(data - vars(config.data).keys())
     return load_as(min(unknown, key=unknown.__getitem__, default=Config), path)
 
 

@@ -76,19 +76,17 @@ def settings_markdown(argument: str = "") -> str:
 
 def _section(name: str, section: Any, section_settings: list[Setting], conditions: Conditions) -> str:
     level = "##" if "." not in name else "###"
-    shared = [
-        condition
-        for condition in section_settings[0].only_with
-        if all(condition in setting.only_with for setting in section_settings)
-    ]
+    shared = list(section_settings[0].only_with)
+    for setting in section_settings:
+        shared = [condition for condition in shared if condition in setting.only_with]
     doc = type(section).__doc__ or ""
     if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):  # Python's signature
         doc = ""
     introduction = f"{' '.join(doc.split())} {effect_words(conditions, shared)}".strip()
-    effects = [
-        effect_words(conditions, (condition for condition in setting.only_with if condition not in shared))
-        for setting in section_settings
-    ]
+    effects = []
+    for setting in section_settings:
+        further = [condition for condition in setting.only_with if condition not in shared]
+        effects.append(effect_words(conditions, further))
     rows = "\n".join(map(_row, section_settings, effects))
     return "\n\n".join(filter(None, [f"{level} {name}", introduction, TABLE.format(rows=rows)]))
 

@@ -1,6 +1,7 @@
 """Suggest a setting for a key that is none: the nearest name, or what another system's is called here."""
 
 import difflib
+from collections.abc import Iterable
 
 from controller.config.aliases import answer
 
@@ -31,8 +32,10 @@ def _nearness(key: str, other_key: str) -> tuple[float, int]:
     *other_sections, last = other_key.split(".")
     alike = difflib.SequenceMatcher(None, name, last).ratio()
     candidates = iter(other_sections)
-    sections_fit = all(
-        any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in candidates)
-        for section in sections
-    )
+    # One iterator for all: sections may be left out between two, not exchanged.
+    sections_fit = all(_has_similar(candidates, section) for section in sections)
     return (alike if sections_fit and alike > 0.7 else 0, -len(other_sections))
+
+
+def _has_similar(names: Iterable[str], name: str) -> bool:
+    return any(difflib.SequenceMatcher(None, name, other_name).ratio() > 0.8 for other_name in names)

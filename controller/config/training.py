@@ -98,16 +98,18 @@ class TrainingConfig:
         }
 
     def _limits(self, name: str, keys: tuple[str, ...]) -> Limits:
-        tokens, sequences = (
-            next(filter(None, (value_of(self, f"{key}_{unit}_per_micro_batch") for key in keys)), 0)
-            for unit in ("tokens", "sequences")
-        )
+        tokens = self._first_cap(keys, "tokens")
+        sequences = self._first_cap(keys, "sequences")
         forward = not name.endswith(".update")
         least = self.policy.forward_min_micro_batches if forward else self.policy.min_micro_batches
         patches = 0 if forward else self.policy.max_patches_per_micro_batch
         layout, multiple = self.model.rows(forward=forward)
         cap = f"{keys[0]}_tokens_per_micro_batch"
         return Limits(cap, tokens, sequences, patches, least, layout, self._multiple(multiple))
+
+    def _first_cap(self, keys: tuple[str, ...], unit: str) -> int:
+        caps: list[int] = [value_of(self, f"{key}_{unit}_per_micro_batch") for key in keys]
+        return next(filter(None, caps), 0)
 
     def spec(self, role: str) -> RoleSpec:
         """Return a role's row in the table, as this command has it."""

@@ -5,7 +5,7 @@ records, texts that the model reads --blind_images--> refused, or a warning
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from controller.config import TrainingConfig
@@ -66,10 +66,16 @@ def blind_images(
 
 def image_columns(records: Sequence[Record], image_key: str) -> list[str]:
     """Name the columns, other than `image_key`, whose values look like images in one of the first records."""
-    names = dict.fromkeys(name for record in records[:COMPARED] for name in record if name != image_key)
-    return [
-        name for name in names if any(looks_like_images(name, row.get(name)) for row in records[:COMPARED])
-    ]
+    return [name for name in columns_where(looks_like_images, records[:COMPARED]) if name != image_key]
+
+
+def columns_where(matches: Callable[[str, Any], bool], records: Sequence[Record]) -> list[str]:
+    """Name the columns for which `matches(name, value)` holds in a record, in the order of the records."""
+    holds: dict[str, bool] = {}
+    for record in records:
+        for name, value in record.items():
+            holds[name] = holds.get(name, False) or matches(name, value)
+    return [name for name, holds_somewhere in holds.items() if holds_somewhere]
 
 
 def looks_like_images(name: str, value: Any) -> bool:

@@ -199,7 +199,7 @@ class PromptDataset:
 
     @property
     def most_image_tokens(self) -> int:
-        return max(sum(image.tokens for image in images) for *_, images in self._prompts)
+        return max(_image_tokens(images) for *_, images in self._prompts)
 
     def take(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
@@ -264,6 +264,10 @@ class PromptMixture:
             self._dealt[source] += 1
         source, place = self._schedule[position]
         return replace(self._sources[source].at(place), uid=f"{position}")
+
+
+def _image_tokens(images: Placed) -> int:
+    return sum(image.tokens for image in images)
 
 
 def shown_image(image: Image) -> str:

@@ -3,11 +3,11 @@
 records, names that are read --unread_columns--> a warning
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from controller.data.image_columns import COMPARED, looks_like_images
+from controller.data.image_columns import COMPARED, columns_where, looks_like_images
 from controller.data.records import Record
 
 CHATS = {"tools", "chat_template_arguments"}
@@ -19,7 +19,11 @@ _EMPTY = ("", "[]", "{}", "null")
 def names_in(config: Any, names: Collection[str]) -> set[str]:
     """Return the names that are a setting's value, or stand as `{name}` in one, such as a judge's prompt."""
     texts = set(_texts(config))
-    return {name for name in names if name in texts or any(f"{{{name}" in text for text in texts)}
+    return {name for name in names if name in texts or _is_placeholder(name, texts)}
+
+
+def _is_placeholder(name: str, texts: Iterable[str]) -> bool:
+    return any(f"{{{name}" in text for text in texts)
 
 
 def unread_columns(data: Mapping[str, Sequence[Record]], read: Collection[str]) -> list[str]:
@@ -30,9 +34,8 @@ def unread_columns(data: Mapping[str, Sequence[Record]], read: Collection[str]) 
     warnings = []
     named = set(read)
     for path, records in data.items():
-        first = records[:COMPARED]
-        names = dict.fromkeys(name for record in first for name in record if name not in named)
-        unread = [name for name in names if any(_looks_like_data(name, record.get(name)) for record in first)]
+        data_columns = columns_where(_looks_like_data, records[:COMPARED])
+        unread = [name for name in data_columns if name not in named]
         named |= set(unread)
         if unread:
             columns = f"column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}"

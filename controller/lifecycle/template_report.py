@@ -111,7 +111,11 @@ def table_lines(findings: TemplateFindings) -> list[str]:
                 *(f"{case.outcome} {letters.get(case.change, '')}" if case else "" for case in cases),
             ]
         )
-    return ["".join(f"{cell:14}" for cell in line).rstrip() for line in lines]
+    return list(map(_join_cells, lines))
+
+
+def _join_cells(line: Sequence[str]) -> str:
+    return "".join(f"{cell:14}" for cell in line).rstrip()
 
 
 def _letters(findings: TemplateFindings) -> dict[str, str]:

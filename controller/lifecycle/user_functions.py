@@ -166,7 +166,9 @@ def try_loss(config: Config, records: Sequence[Record], log: Log) -> None:
 def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
     """Return the settings of a policy loss and columns like a step's, for `check_loss`."""
     first = [records[0], records[-1]]
-    columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
+    columns = {}
+    for name in config.loss_columns:
+        columns[name] = record_column([record[name] for record in first])
     columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {
         "uid": np.array(["0", "1"]),
         "sample": np.array([0, 0]),

@@ -150,15 +150,16 @@ class StepTable:
                 self.widths.get(cell.label, NARROWEST), len(cell.label), len(cell.value)
             )
         row_cells = fitted(cells, width, lambda cell: self.widths[cell.label])
-        header, row = (
-            GAP.join(
-                f"{text:>{self.widths[cell.label]}}" for cell, text in zip(row_cells, texts, strict=True)
-            )
-            for texts in ([cell.label for cell in row_cells], [cell.value for cell in row_cells])
-        )
+        widths = [self.widths[cell.label] for cell in row_cells]
+        header = _align([cell.label for cell in row_cells], widths)
+        row = _align([cell.value for cell in row_cells], widths)
         old_header = self._header
         self._header = header
         return [row] if header == old_header else [header, row]
+
+
+def _align(texts: Sequence[str], widths: Sequence[int]) -> str:
+    return GAP.join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
 
 
 @dataclass
@@ -371,7 +372,8 @@ class Console:
     def completions(self, rows: Sequence[Row]) -> None:
         """Print samples, see `RunRecord.examples`: agents' sessions as trees, others as a table."""
         table = Table("prompt", "sample", "response", title="completions", title_justify="left")
-        names = [name for name in ("reward", "advantage") if any(name in row for row in rows)]
+        recorded_names = {name for row in rows for name in row}
+        names = [name for name in ("reward", "advantage") if name in recorded_names]
         for name in names:
             table.add_column(name, justify="right")
         for row in rows:

@@ -102,10 +102,15 @@ def _spec(name: str, row: dict[str, str]) -> MetricSpec:
     return MetricSpec(name, **(joined | row | {"kind": kind}))  # type: ignore[arg-type]
 
 
-SECTIONS = {
-    title: [_spec(name, row) for name, row in rows.items()]
-    for title, rows in yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data().items()
-}
+def _read_sections() -> dict[str, list[MetricSpec]]:
+    table = yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data()
+    sections = {}
+    for title, rows in table.items():
+        sections[title] = [_spec(name, row) for name, row in rows.items()]
+    return sections
+
+
+SECTIONS = _read_sections()
 METRICS = {spec.name: spec for specs in SECTIONS.values() for spec in specs}
 
 

@@ -19,13 +19,12 @@ def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[dict[s
     def text_of(message: Mapping[str, Any]) -> str:
         return shortened(message_text(message), most)
 
-    return [
-        {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
-        | {
-            "messages": [
-                {"role": message["role"], "content": text_of(message)} for message in node["messages"]
-            ]
-        }
-        | {"said": text_of(node["said"])}
-        for node in nodes
-    ]
+    records = []
+    for node in nodes:
+        record = {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
+        record["messages"] = [
+            {"role": message["role"], "content": text_of(message)} for message in node["messages"]
+        ]
+        record["said"] = text_of(node["said"])
+        records.append(record)
+    return records

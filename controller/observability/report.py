@@ -156,14 +156,13 @@ def failure_lines(run: RunFolder) -> list[str]:
     by_cause: dict[tuple[str, str], list[Row]] = {}
     for row in run.failures:
         by_cause.setdefault((str(row["kind"]), cause_of(str(row["first"]))), []).append(row)
-    return [
-        redacted(
-            f"{kind}: {sum(row['count'] for row in rows)} in "
-            f"{counted(len({row['step'] for row in rows}), 'step')}, the first at step {rows[0]['step']}: "
-            f"{shortened(str(rows[0]['first']), TEXT)}"
-        )
-        for (kind, _), rows in by_cause.items()
-    ]
+    lines = []
+    for (kind, _), rows in by_cause.items():
+        count = sum(row["count"] for row in rows)
+        steps = counted(len({row["step"] for row in rows}), "step")
+        first = shortened(str(rows[0]["first"]), TEXT)
+        lines.append(redacted(f"{kind}: {count} in {steps}, the first at step {rows[0]['step']}: {first}"))
+    return lines
 
 
 def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]:
@@ -350,12 +349,12 @@ def _lengths(run: RunFolder) -> list[Panel]:
 def _stacked_phases(axes: Axes, run: RunFolder) -> None:
     """Stack the seconds of the phases, and leave the rest of a step white."""
     step_curve = run.curve("time/step_s")
-    curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
-    by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
-    names = list(curves)
-    seconds = [
-        [phase_seconds.get(step, 0.0) for step in step_curve.steps] for phase_seconds in by_step.values()
-    ]
+    names = [name for name in PHASES if f"time/{name}_s" in run.names]
+    seconds = []
+    for name in names:
+        curve = run.curve(f"time/{name}_s")
+        by_step = dict(zip(curve.steps, curve.values, strict=True))
+        seconds.append([by_step.get(step, 0.0) for step in step_curve.steps])
     labels = [name.replace("_", "-") for name in names]
     colours = [PHASES[name] for name in names]
     if len(step_curve.steps) > MOST_BARS:
@@ -445,25 +444,23 @@ def _most(samples: Iterable[Row], name: str) -> list[Row]:
 
 
 def _rows(samples: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": f"{row.get('step', 0):,}",
-            "sample": f"{row.get('uid', '')}/{row.get('sample', '')}",
-            "tokens": f"{row.get('response_tokens') or 0:,}",
-            "seconds": f"{row.get('seconds') or 0:.2f}",
-            "reward": f"{_reward(row):.3f}",
-        }
-        | {name: redacted(shortened(str(row.get(name, "")), TEXT)) for name in RESPONSE}
-        | {"expected": redacted(shortened(expected_answer(row), TEXT))}
-        | {
-            "images": [
-                *map(
-                    as_url, filter(Path.is_file, map(folder.joinpath, IMAGE.findall(str(row.get("images")))))
-                )
-            ]
-        }
-        for row in samples
-    ]
+    return [_page_row(row, folder) for row in samples]
+
+
+def _page_row(row: Row, folder: Path) -> dict[str, Any]:
+    files = [folder / name for name in IMAGE.findall(str(row.get("images")))]
+    page_row: dict[str, Any] = {
+        "step": f"{row.get('step', 0):,}",
+        "sample": f"{row.get('uid', '')}/{row.get('sample', '')}",
+        "tokens": f"{row.get('response_tokens') or 0:,}",
+        "seconds": f"{row.get('seconds') or 0:.2f}",
+        "reward": f"{_reward(row):.3f}",
+        "expected": redacted(shortened(expected_answer(row), TEXT)),
+        "images": [as_url(file) for file in files if file.is_file()],
+    }
+    for name in RESPONSE:
+        page_row[name] = redacted(shortened(str(row.get(name, "")), TEXT))
+    return page_row
 
 
 def as_url(file: Path) -> str:

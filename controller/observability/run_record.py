@@ -173,12 +173,8 @@ class RunRecord:
         self._planned = True
         self.writer.lengths(self._step, plan_record(plans[0]), **columns)
         summaries = [plan_statistics(plan, width) for plan in plans]
-        self.add(
-            {
-                f"balance/{name}": statistics.fmean(summary[name] for summary in summaries)
-                for name in summaries[0]
-            }
-        )
+        for name in summaries[0]:
+            self.add({f"balance/{name}": statistics.fmean(summary[name] for summary in summaries)})
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """Record a step's micro-steps by actor, with the cost model of their plan."""

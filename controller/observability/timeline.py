@@ -210,11 +210,11 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
     begins: dict[tuple[str, str], list[float]] = {}
     by_actor: dict[str, list[tuple[float, float, int, float, str, str, int]]] = {}
     for (role, name), ranks in passes.items():
-        micro_steps = [[step for step in steps if step] for steps in zip_longest(*ranks.values())]
         begins[role, name] = []
         lasted = 0.0
         expected = 0.0
-        for steps in micro_steps:
+        for steps_of_ranks in zip_longest(*ranks.values()):
+            steps = [step for step in steps_of_ranks if step]
             begins[role, name].append(min(start for start, *_ in steps))
             lasted += max(end - start for start, end, *_ in steps)
             expected += max(cost for *_, cost in steps)

@@ -203,7 +203,10 @@ def tabular(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     None.
     """
     names = _columns(rows)
-    return {"columns": names, "data": [[_cell(row.get(name)) for name in names] for row in rows]}
+    data = []
+    for row in rows:
+        data.append([_cell(row.get(name)) for name in names])
+    return {"columns": names, "data": data}
 
 
 def _cell(value: Any) -> Any:
@@ -215,7 +218,9 @@ def _cell(value: Any) -> Any:
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write rows as a Markdown table, with HTML escaped."""
     names = _columns(rows)
-    lines = [names, ["---"] * len(names), *([_escaped(row.get(name, "")) for name in names] for row in rows)]
+    lines = [names, ["---"] * len(names)]
+    for row in rows:
+        lines.append([_escaped(row.get(name, "")) for name in names])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -3,7 +3,7 @@
 records --examples--> examples --tokenizer--> SequenceDataset --> Ray, roles, trainer --> report
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
 from controller.preflight.offline_checks import check_offline
 from workers.errors import check_together
+from workers.rendering import Options
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
@@ -116,22 +117,29 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     read = {path: read_records(path) for path in (config.data.train, config.data.validation) if path}
     identity = offline_identity(config, read[config.data.train])
     check_same_data(config, identity)
-    examples = {
-        path: [
-            _examples_of(config, record, path, record_name(path, index))
-            for index, record in enumerate(records)
-        ]
-        for path, records in read.items()
-    }
-    first = [
-        example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record
-    ]
-    chats = [([*one.prompt, *one.response], one.options) for one in first if isinstance(one.response, list)]
+    examples: Examples = {}
+    chats = []
+    for path, records in read.items():
+        examples[path] = []
+        for index, record in enumerate(records):
+            record_examples = _examples_of(config, record, path, record_name(path, index))
+            examples[path].append(record_examples)
+            if index < TRIED_PROMPTS:
+                chats += _chats_of(record_examples)
     trial = try_template(config, chats, config.data.chat_template_arguments, answered=True)
     blind = _blind_images(config, read, examples)
     has_tools = any(options.get("tools") for _, options in chats)
     unread = _unread_columns(config, read, blind, chats=bool(chats))
     return examples, identity, [*(trial.warnings(tools=has_tools) if trial else []), *blind, *unread]
+
+
+def _chats_of(examples: Iterable[Example]) -> list[tuple[list[Any], Options]]:
+    """Return messages and options of the examples whose response is chat messages."""
+    chats = []
+    for example in examples:
+        if isinstance(example.response, list):
+            chats.append(([*example.prompt, *example.response], example.options))
+    return chats
 
 
 def _unread_columns(
@@ -156,9 +164,13 @@ def _blind_images(config: OfflineConfig, data: Mapping[str, list[Record]], examp
     if not reads_images(config):
         return warnings
     for path, records in data.items():
-        read = ((any(example.images for example in row), _texts(row)) for row in examples[path])
+        read = ((_has_images(row), _texts(row)) for row in examples[path])
         warnings += blind_images(path, records, read, config.data.image_key)
     return warnings
+
+
+def _has_images(row: Sequence[Example]) -> bool:
+    return any(example.images for example in row)
 
 
 def _texts(row: Sequence[Example]) -> Iterator[str]:

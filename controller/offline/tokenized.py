@@ -113,7 +113,7 @@ def preference_examples(record: Record, keys: tuple[str, str, str], place: str) 
     chosen = messages_in(chosen)
     rejected = messages_in(rejected)
     prompt = messages_in(record.get(prompt_key))
-    if all(isinstance(side, list) and all(isinstance(m, dict) for m in side) for side in (chosen, rejected)):
+    if _is_conversation(chosen) and _is_conversation(rejected):
         start = _start_of_conversations(prompt, chosen, rejected, place)
         if start:
             prompt = start
@@ -127,6 +127,10 @@ def preference_examples(record: Record, keys: tuple[str, str, str], place: str) 
             "chosen and the rejected conversation as chat messages, which hold it."
         )
     return _example(prompt, chosen, place), _example(prompt, rejected, place)
+
+
+def _is_conversation(response: Any) -> bool:
+    return isinstance(response, list) and all(isinstance(message, dict) for message in response)
 
 
 def reward_examples(record: Record, data: RewardDataConfig, loss: str, place: str) -> tuple[Example, ...]:

@@ -102,11 +102,11 @@ def read_problem(
 
 
 def _table(step_time: StepTime) -> list[str]:
-    rows = [(name, phase) for name, phase in step_time.phases.items() if phase.seconds >= 0.005] + [
-        ("step", step_time.step)
-    ]
+    rows = [(name, phase) for name, phase in step_time.phases.items() if phase.seconds >= 0.005]
     lines = [f"{'seconds of':12}{'predicted':>10}{'from':>10}{'to':>10}"]
-    return lines + [f"{name:12}" + "".join(f"{value:10,.2f}" for value in phase) for name, phase in rows]
+    for name, phase in [*rows, ("step", step_time.step)]:
+        lines.append(f"{name:12}" + "".join(f"{seconds:10,.2f}" for seconds in phase))
+    return lines
 
 
 def _run_line(config: Config, step_time: StepTime, gpus: int, price: float) -> str:

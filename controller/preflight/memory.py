@@ -145,10 +145,9 @@ def measure(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> Memory:
 
 def _between(heavier: dict[str, Any], lighter: dict[str, Any], count: int) -> dict[str, Any]:
     share = max(0.0, 1 - count / heavier["sizes"]["layers"])
-    stages = [
-        {name: size + share * (lighter_stage[name] - size) for name, size in stage.items()}
-        for stage, lighter_stage in zip(heavier["stages"], lighter["stages"], strict=True)
-    ]
+    stages = []
+    for stage, lighter_stage in zip(heavier["stages"], lighter["stages"], strict=True):
+        stages.append({name: size + share * (lighter_stage[name] - size) for name, size in stage.items()})
     return heavier | {"stages": stages}
 
 

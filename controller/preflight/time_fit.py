@@ -3,6 +3,7 @@
 runs/NAME: config.yaml, timeline.jsonl, metrics.jsonl --> Measured --balancing.time_model.fitting--> Machine, Efficiency
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,5 +73,9 @@ def _step(config: Config, record: Record, times: Record, prompt: int) -> tuple[W
     responses = [max(1, row[2]) for row in samples]
     work = Workload([prompt] * len(samples), responses, config.rollout.samples_per_prompt)
     sampled = max(row[1] for row in samples) - min(row[0] for row in samples)
-    of_ranks = [sum(end - start for _, start, end, *_ in steps) for steps in record["micro_steps"].values()]
-    return work, sampled, float(times["time/step_s"] - sampled - max(of_ranks) - times["time/weights_s"])
+    computed = max(_seconds_of(steps) for steps in record["micro_steps"].values())
+    return work, sampled, float(times["time/step_s"] - sampled - computed - times["time/weights_s"])
+
+
+def _seconds_of(micro_steps: Sequence[Sequence[Any]]) -> float:
+    return sum(end - start for _, start, end, *_ in micro_steps)
