@@ -203,12 +203,12 @@ def plan_batch(
     min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of
     the second.
     cost_model: the workload to balance, or None for tokens.
-    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (search/schedule.py). `none` keeps
-    the given order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank
-    by rank as these systems do, but keep the caps (search/baselines.py).
+    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (search/schedule.py). `none`
+    keeps the given order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan
+    rank by rank as these systems do, but keep the caps (search/baselines.py).
     order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends
-    (`small_ends`), or for the least pipeline `makespan` (pipelines/pipeline_plan.py). None is `makespan` with a
-    pipeline, else `descending`.
+    (`small_ends`), or for the least pipeline `makespan` (pipelines/pipeline_plan.py). None is `makespan` with
+    a pipeline, else `descending`.
     allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
     pipeline: each rank is a pipeline of stages. Counts are also multiples of its `count_multiple`.

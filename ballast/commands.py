@@ -64,8 +64,8 @@ ALL_COMMANDS = {
 COMMANDS = {name: command for name, command in ALL_COMMANDS.items() if command.is_here()}
 
 REMOVED = {
-    "whatif": "`ballast fit --config runs/NAME/config.yaml --dry-run --cluster ... --measured runs/NAME key=value` "
-    "predicts a recorded run's speed under other settings."
+    "whatif": "`ballast fit --config runs/NAME/config.yaml --dry-run --cluster ... "
+    "--measured runs/NAME key=value` predicts a recorded run's speed under other settings."
 }
 """Commands that the last version had, and what to use instead. Kept for one version."""
 

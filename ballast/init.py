@@ -1,6 +1,7 @@
 """`ballast init FOLDER [--recipe grpo]`: write a starting configuration, data and reward.
 
-configs/RECIPE.yaml, examples/gsm8k of the package --> FOLDER/config.yaml, reward.py, data/train.jsonl, data/test.jsonl
+configs/RECIPE.yaml, examples/gsm8k of the package
+    --> FOLDER/config.yaml, reward.py, data/train.jsonl, data/test.jsonl
 """
 
 import argparse

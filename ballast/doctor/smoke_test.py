@@ -1,7 +1,8 @@
 """Smoke tests with a run's own code: a timed all-reduce, and two steps with one engine and one rank.
 
 all_reduce         a bundle per rank --WorkerGroup--> process group --> median seconds, and the sum
-train_two_steps    sample, compare log-probs, update --new weights--> sample, compare log-probs (`controller.fit`)
+train_two_steps    sample, compare log-probs, update --new weights--> sample, compare log-probs
+                   (`controller.fit`)
 """
 
 import json

@@ -1,6 +1,6 @@
 """Find the flags that a Python launcher writes into texts, as the ones of slime and miles do.
 
-rollout_args = f"--n-samples-per-prompt 8 --prompt-data {args.folder}/train.jsonl " --flags_in_texts--> one text
+args = f"--n-samples-per-prompt 8 --prompt-data {folder}/train.jsonl " --flags_in_texts--> one text
 """
 
 import ast

@@ -1,6 +1,7 @@
 """`python -m ballast replay runs/NAME --step K [key.sub=value ...]`: train a recorded step again.
 
-    checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, next to the recorded ones
+    checkpoint before it, samples of the steps since
+        --training roles--> loss, gradient norm, next to the recorded ones
 
 Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change the layout. Nothing is written
 into the run's folder. Exit codes: see `controller.fit`.

@@ -1,7 +1,8 @@
 """`python -m ballast evaluate --config FILE [--model PATH] [key.sub=value ...]`: validation metrics, no
 training.
 
-    data.validation --validation.samples of each--> samples.jsonl --pass@k, maj@n, rewards, intervals--> metrics.json
+    data.validation --validation.samples of each--> samples.jsonl
+                    --pass@k, maj@n, rewards, intervals--> metrics.json
 
 Metrics and samples are as in a training's validation. Start a stopped job again to continue it. Exit codes:
 see `controller.fit`.

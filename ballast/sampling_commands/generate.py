@@ -1,6 +1,7 @@
 """`python -m ballast generate --config FILE [--model PATH] [key.sub=value ...]`: samples, no training.
 
-    data.train, or data.sources --rollout.samples_per_prompt of each--> samples.jsonl: text, tokens, log-probs, reward
+    data.train, or data.sources --rollout.samples_per_prompt of each--> samples.jsonl
+    a line of samples.jsonl: text, tokens, log-probs, reward
 
 Start a stopped job again to continue it. Exit codes: see `controller.fit`.
 """

@@ -1,6 +1,7 @@
 """Pair TRL's reward functions with their weights, and name its tools.
 
-reward_funcs=[f, g], reward_weights=[1.0, 0.5] --add_rewards--> reward.functions: {train.py:f: 1.0, train.py:g: 0.5}
+reward_funcs=[f, g], reward_weights=[1.0, 0.5]
+    --add_rewards--> reward.functions: {train.py:f: 1.0, train.py:g: 0.5}
 """
 
 from collections.abc import Mapping, MutableMapping
