@@ -1,6 +1,6 @@
 """Report a user's file or folder that hides one of our packages, which have common names.
 
-import controller --> `import workers`, `import balancing` would find ours? --> nothing, or ImportError in one line
+import controller --> would `import workers`, `import balancing` find ours? --> nothing, or ImportError
 """
 
 import functools

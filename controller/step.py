@@ -1,7 +1,7 @@
 """A step of reinforcement learning, and its parts, from which you can build other steps.
 
-    prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference, teacher log-probs -> advantages
-            -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
+    prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference, teacher log-probs
+            -> advantages -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
 
 With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones.
 Otherwise `collect` makes them. With batch.replay.share, it adds good samples of earlier steps.

@@ -1,6 +1,6 @@
 """Run the loop of all training commands, on the base class of every run.
 
-begin --> validate --> step --> validate, callbacks, records, checkpoint, each when due --> ... --> save the model
+begin --> validate --> step --> validate, callbacks, records, checkpoint, each when due --> save the model
                         ^                                                        |
                         '--------------------- next step <----------------------'
 """

@@ -1,9 +1,9 @@
 """Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.launch`
 starts it.
 
-    training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
-    rollout pool     one bundle for each engine             with separate GPUs if rollout.placement is apart
-                     none if colocated                      engine i shares the tp ranks from i*tp on
+    training pool    one bundle for each policy worker   policy i, reference i, critic i, ... share a bundle
+    rollout pool     one bundle for each engine          with separate GPUs if rollout.placement is apart
+                     none if colocated                   engine i shares the tp ranks from i*tp on
     other pools      one bundle for each engine of another role, with separate GPUs
     no pool                                                 reward workers, wherever there is room
 

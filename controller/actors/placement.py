@@ -1,6 +1,6 @@
 """Assign ranks to bundles: ranks that communicate in every layer, and the GPUs of one engine, share a node.
 
-    Pool --Ray reserves--> node of every bundle --bundle_of_rank--> bundle of every rank, the same for all roles
+    Pool --Ray reserves--> node of every bundle --bundle_of_rank--> bundle of every rank, for all roles
 
 Ray orders bundles by an unstable sort, so bundles i and i + 1 often lie on different nodes. Groups of
 consecutive ranks are therefore assigned to nodes, largest groups first: each node takes as many whole groups

@@ -1,6 +1,7 @@
 """Compute advantages on the driver: how much better each sequence was than expected.
 
-    rewards, groups --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
+    rewards, groups --estimator of the registry--> one advantage a sequence
+                                                   compared with the group, or the batch
 
 Advantages of tokens, compared with a critic, are computed on the ranks: `workers.model.losses.returns`.
 Groups may have any size, and row order does not matter. A group of one has advantage 0 if the estimator
@@ -135,7 +136,8 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def rloo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """REINFORCE leave-one-out (Kool et al. 2019, Ahmadian et al. 2024, section 3).
 
-        A_i = r_i - sum over j != i of r_j / (n - 1) = n / (n - 1) * (r_i - mean(r))      over the group of i, of size n
+        A_i = r_i - sum over j != i of r_j / (n - 1) = n / (n - 1) * (r_i - mean(r))
+        over the group of i, of size n
 
     The baseline is independent of the sequence, so the gradient is unbiased.
     """
@@ -149,7 +151,8 @@ def reinforce_plus_plus(
 ) -> np.ndarray:
     """REINFORCE++ (Hu et al. 2025): no critic and no groups, normalised over the tokens of the global batch.
 
-        A_i = (r_i - mean(r)) / (std(r) + epsilon)      over all sequences, each counted once for each of its tokens
+        A_i = (r_i - mean(r)) / (std(r) + epsilon)
+        over all sequences, each counted once for each of its tokens
 
     With the reward at the last token and no discount, every token's return is r_i. With `algorithm.gamma`
     below 1 or a KL in the reward, returns differ by token: see `PolicyWorker.token_advantages`. The deviation
@@ -166,7 +169,8 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): normalised by the batch, not by the
     group.
 
-        c_i = r_i - mean of the group(r)        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
+        c_i = r_i - mean of the group(r)
+        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
 
     tokens, token returns and deviation: see `reinforce_plus_plus`.
     """
@@ -200,7 +204,8 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float
     """Pass@k training (Chen et al. 2025): GRPO over all k-subsets S of the group, each rewarded by its best
     member.
 
-        A_i = (E[max r_S | i in S] - E[max r_S]) / (std(max r_S) + epsilon)      S uniform over the subsets of k
+        A_i = (E[max r_S | i in S] - E[max r_S]) / (std(max r_S) + epsilon)
+        S uniform over the subsets of k
 
     In ascending order the j-th reward is the best of C(j-1, k-1) of C(n, k) subsets, and of C(j-2, k-2) of
     C(n-1, k-1) that contain an i < j. For rewards 0 and 1 this is the paper's analytical form. k = 1 is GRPO

@@ -1,11 +1,11 @@
 """Credit: which turn of an episode earned which part of the sample's reward.
 
-    rewards of a sample and its turns --r_k, one a turn--> by_row --> column `by_turn` of the batch --> tokens, on ranks
+    rewards of a sample and its turns --r_k, one a turn--> by_row --> column `by_turn` --> tokens, on ranks
                                           '--gigpo: A_k--'
 
-    algorithm.credit    r_k of a turn but the last           r_K, of the last
-    episode             0                                    the sample's reward
-    turn                what the environment gave for it     the rest, so that they add up to the sample's reward
+    algorithm.credit   r_k of a turn but the last         r_K, of the last
+    episode            0                                  the sample's reward
+    turn               what the environment gave for it   the rest, so that they add up to the sample's reward
 
 All that belongs to the whole sample lies on its last turn: reward functions, a reward model,
 reward.overlong_tokens, a group's baseline, and a KL by sequence. A KL by token stays at its token.
@@ -64,7 +64,8 @@ def of_sessions(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndar
     """Return pairs (tokens, A_k) of the turns of each row, objects [B]. Raises DataError as
     `sequence_slopes`.
 
-        A_k = A + offset_k s        mean over the leaves below turn k of (r_leaf - baseline) / scale, s = 1 / scale
+        A_k = A + offset_k s, s = 1 / scale
+        the mean over the leaves below turn k of (r_leaf - baseline) / scale
 
     A, baseline and scale: by algorithm.advantage from the sessions' rewards, float [B].
     """
@@ -91,7 +92,8 @@ def gigpo(
     """Group-in-group policy optimisation (Feng et al. 2025, arXiv 2505.10978, eqs. 3 to 8): A_k of each
     sample.
 
-        G_k = r_k + gamma G_{k+1}        A_k = A(reward; group of the sample) + weight A(G_k; turns of equal state)
+        G_k = r_k + gamma G_{k+1}
+        A_k = A(reward; group of the sample) + weight A(G_k; turns of equal state)
 
     A is `grpo`'s, with the deviation or without. Equal states are of the same group of samples, and a state
     that occurs once has A = 0. As in verl-agent, a state is what the environment said last, without the

@@ -1,8 +1,8 @@
 """Compare the log-probs of engines and trainer in every step, before new weights are sent.
 
-    first step after a start            samples of the weights that were just sent          --> rounding, or stop
-    first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
-    every step                          also samples of older weights, after the update     --> policy.max_mismatch
+    first step after a start        samples of the weights that were just sent       --> rounding, or stop
+    first step of changed weights   samples of weights that an update has changed    --> rounding, or stop
+    every step                      also samples of older weights, after the update  --> policy.max_mismatch
 
 The second check finds a transfer that loses a weight, or an engine that keeps a packed copy of the old
 weight: both agree until a weight changes. Both checks precede the optimiser's step. An algorithm without a

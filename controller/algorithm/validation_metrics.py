@@ -2,7 +2,8 @@
 
     ScoredResponse, n of each prompt --by_prompt--> PromptValues of reward, parts, pass@k, maj@n
                                      --summarize--> one number a name
-    PromptValues --interval--> each prompt 0 or 1: Wilson's score interval, else a percentile bootstrap of prompts
+    PromptValues --interval--> each prompt 0 or 1: Wilson's score interval
+                               else a percentile bootstrap of prompts
 
 A response is right if its score `success` is at least `threshold`. Intervals are over prompts, because the
 responses to one prompt are not independent.

@@ -1,7 +1,7 @@
 r"""Save a run's checkpoints and resume from them. A failed save is logged and counted.
 
 complete step --begin--> copied, training continues -behind-> step-30 --prune--> the last run.keep_checkpoints
-                                                        \--full disk--> logged, counted, the previous one stays
+                                                      \--full disk--> logged, counted, the last one stays
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """The settings of a run: their schema, and how they are read. Imports neither torch nor Ray.
 
     workers.config.roles, sections --> schema: Config, its properties <--load-- file: YAML, key.sub=value
-    training: settings shared by all commands                       offline: for controller.sft and .preferences
-    values that name something: functions, model_files    python_rewards        docs/settings.md: settings_page
+    training: settings shared by all commands      offline: for controller.sft and .preferences
+    values that name something: functions, model_files, python_rewards
+    docs/settings.md: settings_page
 
 Read `schema` first, then `sections`, which declares and documents the keys.
 """

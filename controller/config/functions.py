@@ -1,7 +1,8 @@
 """Find the functions that settings name, `module:function` or `path/file.py:function`, without running their
 source.
 
-reward.function --check_function--> in its file --find_function--> packed, signature --requested_columns--> columns
+reward.function --check_function--> in its file --find_function--> packed, signature
+                                                                   --requested_columns--> columns
 """
 
 import ast

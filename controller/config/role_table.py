@@ -21,11 +21,11 @@ class RoleSpec:
 
     worker: class by its import path, since settings import no torch. passes: calls over a batch, each with
     the settings that cap its micro-batches, of which the first above 0 counts. used_with: condition (see
-    `controller.config.conditions`) under which a run needs the role, empty for always. started_with: a further
-    condition for ranks of its own, without which the policy computes it. section: settings of the role, its
-    name if empty. model_key: prefix of `path` or `paths`, the section if empty. head: as in `TrainingEngine`.
-    learns: whether it has an optimiser. schedule_steps: length of its learning rate schedule, None for the one
-    that the command gives `launch`.
+    `controller.config.conditions`) under which a run needs the role, empty for always. started_with: a
+    further condition for ranks of its own, without which the policy computes it. section: settings of the
+    role, its name if empty. model_key: prefix of `path` or `paths`, the section if empty. head: as in
+    `TrainingEngine`. learns: whether it has an optimiser. schedule_steps: length of its learning rate
+    schedule, None for the one that the command gives `launch`.
     """
 
     name: str

@@ -21,7 +21,8 @@ from workers.errors import ConfigError
 
 TRAINING_KEYS = """
     run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
-    run.log_completions run.record_samples run.step run.metrics batch. algorithm. reference. teacher. critic. tracking.
+    run.log_completions run.record_samples run.step run.metrics
+    batch. algorithm. reference. teacher. critic. tracking.
     data.shuffle data.curriculum data.sampler reward.overlong_ reward.truncated reward.shaping
     reward.model.normalize
     validation.every validation.at_start validation.keep_best

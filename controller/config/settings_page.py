@@ -26,10 +26,14 @@ HEAD = """\
 # {title}
 
 Made from the dataclasses in `controller/config` and `workers` by
-`python -m controller.config.settings_page{argument} > docs/{file}`. A test holds this page to them. In YAML dots nest:
-`policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the command, as in
-`run.steps=200`. A setting that would do nothing in a combination is refused: "Only with" says what it needs. Where no
-maximum is given, whole numbers are at most {largest_int:,} and others at most {largest_float:,.0f} in size. Numbers are
+`python -m controller.config.settings_page{argument} > docs/{file}`. A test holds this page to them. \
+In YAML dots nest:
+`policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the \
+command, as in
+`run.steps=200`. A setting that would do nothing in a combination is refused: "Only with" says what it \
+needs. Where no
+maximum is given, whole numbers are at most {largest_int:,} and others at most {largest_float:,.0f} in \
+size. Numbers are
 read in base 10.
 """
 

@@ -122,7 +122,7 @@ class TrainingConfig:
         return spec in self.role_table and (not spec.used_with or holds(self, spec.used_with))
 
     def starts(self, role: str) -> bool:
-        """Whether a role has ranks of its own, and is not the policy without adapters or with other context."""
+        """Whether a role has its own ranks, and is not the policy without adapters or with other context."""
         started_with = self.spec(role).started_with
         return self.uses(role) and (not started_with or holds(self, started_with))
 

@@ -1,6 +1,6 @@
 """Find the files of a data set on this machine, of one split.
 
-    file | folder | folder@split | pattern such as data/part-*.jsonl --data_files--> files, in the order of their names
+    file | folder | folder@split | pattern such as data/part-*.jsonl --data_files--> files, by name
 
 A folder with several splits, as `datasets.save_to_disk` and hub repositories have them, is read one split at
 a time.

@@ -1,6 +1,7 @@
 """Data sets of the Hugging Face hub by name, read through `datasets` from its cache or the network.
 
-    openai/gsm8k:main@test --hub_dataset--> HubDataset("openai/gsm8k", "main", "test") --hub_records--> records
+    openai/gsm8k:main@test --hub_dataset--> HubDataset("openai/gsm8k", "main", "test")
+                           --hub_records--> records
 
 The package `datasets` is required only for hub names. Data sets that are programs are refused.
 """

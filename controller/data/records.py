@@ -1,6 +1,6 @@
 """Records of a data set, one mapping each, from files of the usual kinds.
 
-    .jsonl, .json | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
+    .jsonl | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
     reasoning_gym:NAME | verifiers:NAME --workers.user_code.task_sources--/
 
 A folder comes from `datasets.save_to_disk` or a hub repository. Its files are read by name. Reading files

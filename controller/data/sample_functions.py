@@ -1,6 +1,7 @@
 """Users' functions of samples: they take columns [B] by name, in processes of their own.
 
-    the batch, record, reward parts --columns_of--> columns --by the names of its parameters--> SampleFunction --> value
+    the batch, record, reward parts --columns_of--> columns
+        --by the names of its parameters--> SampleFunction --> value
 
 algorithm.advantage_function    a number a sample         reward.shaping    a number a sample
 algorithm.group_filter          of one group: a truth     run.metrics       numbers by name

@@ -1,6 +1,6 @@
 """The driver's half of generation: routing of requests to engines, and replacement of lost engines.
 
-    requests --engine_pool: EnginePool--> actors of `workers.rollout` --> light results, references of token blocks
+    requests --engine_pool: EnginePool--> actors of `workers.rollout` --> light results, token blocks
                      |                |
       router: assigns requests      fleet: states of engines         decisions, without I/O or Ray
 

@@ -1,4 +1,5 @@
 """Start and end a run, around its loop.
 
-settings --inputs--> data, rewards --model_checks--> model --session--> Ray, actors, record --interrupts--> end
+settings --inputs--> data, rewards --model_checks--> model --session--> Ray, actors, record
+                                                           --interrupts--> end
 """

@@ -1,7 +1,9 @@
 """Interrupts: Ctrl-C, SIGTERM of `ray job stop` or a closed terminal stop a run where it can resume.
 
 rollout, log-probs | update, weights, metrics, checkpoint |
-  stops at once    |       hold: stops at its end         | release      a second interrupt always stops at once
+  stops at once    |       hold: stops at its end         | release
+
+A second interrupt always stops at once.
 """
 
 import signal

@@ -9,7 +9,8 @@
 
 In a log, a pipe or a notebook there are only lines, one a minute during a slow step.
 
-    metrics --cells--> [Cell] --fitted--> [Cell] that fit the width --StepTable, labelled--> a row, or a plain line
+    metrics --cells--> [Cell] --fitted--> [Cell] that fit the width --StepTable--> a row
+                                                                    --labelled--> a plain line
 """
 
 import math

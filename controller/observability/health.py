@@ -1,6 +1,6 @@
 """Warn about a run that does not learn, from its steps' metrics.
 
-    metrics of a step --Symptom by symptom--> seen in `STEPS` steps in a row? --> once: what is seen, and what to try
+    metrics of a step --Symptom by symptom--> seen in `STEPS` steps in a row? --> once: a sign, and advice
 
 A run prints the warnings. Its report computes them again from metrics.jsonl.
 """
@@ -20,8 +20,9 @@ GROWN, LEAST_MISMATCH = 10.0, 0.01  # multiple of the first mismatch, and nats a
 class Symptom:
     """A sign in a metric that steps teach little.
 
-    seen: (value, first nonzero value) -> whether it shows. description: text with {value}, {first} and advice.
-    sampling: applies only to runs that sample from the policy, because entropy falls when fine-tuning learns.
+    seen: (value, first nonzero value) -> whether it shows. description: text with {value}, {first} and
+    advice. sampling: applies only to runs that sample from the policy, because entropy falls when
+    fine-tuning learns.
     """
 
     metric: str

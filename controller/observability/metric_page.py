@@ -7,16 +7,21 @@ from controller.observability.metric_table import LIVE, SECTIONS, MetricSpec
 INTRODUCTION = """\
 # Metrics
 
-Made by `python -m controller.observability.metric_page` from `controller/observability/metrics.yaml`. Declare a new
+Made by `python -m controller.observability.metric_page` from `controller/observability/metrics.yaml`. \
+Declare a new
 metric there.
 
-A line of `metrics.jsonl` holds the metrics of one step. TensorBoard, Weights & Biases and MLflow get the same numbers
-under the same names (MLflow has no `@`: there `pass@8` is `pass_at_8`). Prometheus reads them from Ray's metrics port
+A line of `metrics.jsonl` holds the metrics of one step. TensorBoard, Weights & Biases and MLflow get \
+the same numbers
+under the same names (MLflow has no `@`: there `pass@8` is `pass_at_8`). Prometheus reads them from Ray's \
+metrics port
 under the second name in the first column, with `run` and the names in braces as labels.
-Counters are numbers of one step in `metrics.jsonl`, except those "so far", and sums over the run in Prometheus.
+Counters are numbers of one step in `metrics.jsonl`, except those "so far", and sums over the run in \
+Prometheus.
 """
 LIVE_INTRODUCTION = """
-Values within a step: of single samples, engines and ranks. The sum of a histogram (`_sum`) is Ray's estimate from
+Values within a step: of single samples, engines and ranks. The sum of a histogram (`_sum`) is Ray's \
+estimate from
 its buckets.
 """
 HEADS = {

@@ -1,7 +1,7 @@
 """Read every metric of a run from metrics.yaml: unit, meaning, kind, and name in Prometheus.
 
 name of a metric --spec_of--> MetricSpec, labels --> Ray, Prometheus (`ray_metrics`)
-SECTIONS --------------------------------------> docs/metrics.md (`metric_page`), grafana_dashboard.json (a test)
+SECTIONS --metric_page--> docs/metrics.md      --a test--> grafana_dashboard.json
 """
 
 import re

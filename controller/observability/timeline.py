@@ -3,7 +3,7 @@
     phases of the driver ------------------+
     start and end of every sample ---------+--> TimelineRecorder --take--> timeline.jsonl, a line a step
     micro-steps of every rank, weight loads+
-                timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
+     timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
 
     driver          step | rollout . plan . update . weights        validation      save
     rollout 0       generating, samples in flight, weights loaded

@@ -3,7 +3,8 @@
     S = sum over the response's tokens of log pi(y_t), or with `averages` their mean
     h = (S_c - S_c^ref) - (S_r - S_r^ref)                   c chosen, r rejected, without ^ref for simpo
 
-    dpo     -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)          Rafailov et al. 2023, eq. 7, e: Mitchell 2023
+    dpo     -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)          Rafailov et al. 2023, eq. 7
+                                                                           e: Mitchell 2023
     simpo   the same of beta h - margin                                    Meng et al. 2024, eq. 6
     ipo     (h - 1 / (2 beta))^2                                           Azar et al. 2023, eq. 17
 

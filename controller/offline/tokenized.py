@@ -1,10 +1,11 @@
 """Records as token ids, with a mask of the tokens to learn.
 
-    record --sft_examples, preference_examples, ...--> (prompt, response), ... --example_row, scored_row--> Row
+    record --sft_examples, preference_examples, ...--> (prompt, response), ...
+    (prompt, response) --example_row, scored_row--> Row
 
-    text prompt, text response                                 learned: the response and <eos>
-    chat messages, template with {% generation %} marks        learned: what the template marks in the response
-    chat messages, template without marks                      learned: what the policy would say, found in the text
+    text prompt, text response                            learned: the response and <eos>
+    chat messages, template with {% generation %} marks   learned: what the template marks in the response
+    chat messages, template without marks                 learned: what the policy would say in the text
 
 T tokens of a sequence.
 """

@@ -1,6 +1,7 @@
 """Fit the cost model of plans to measured micro-steps (`balance.fit_cost_model`).
 
-    measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
+    measured micro-steps of the updates --observe--> error of the model in use
+                                        --every few steps--> CostModel of seconds
 
 config.json yields FLOPs. Only measurements show the time of a squared token (attention) relative to a token
 (matrix products), and a pipeline's fixed cost and shares. Checkpoints keep the fit, so that a resumed run

@@ -1,9 +1,10 @@
 """Planner: decide which sequences share an optimiser step, and which rank computes each sequence when.
 
-    number of sequences, seed --draw_mini_batches--> mini-batches --Planner.plan--> Plan of every rank's micro-batches
+    number of sequences, seed --draw_mini_batches--> mini-batches
+    mini-batches --Planner.plan--> Plan of every rank's micro-batches
 
-    prompt_hash, prompt_tokens --> groups with a prefix                        plan_batch(prefix_groups, prefix_lengths)
-    prefix_hashes --> order of each group's tree, depth of neighbours in it    plan_batch(tree_order, tree_depths)
+    prompt_hash, prompt_tokens --> plan_batch(prefix_groups, prefix_lengths): groups with a prefix
+    prefix_hashes --> plan_batch(tree_order, tree_depths): order of each group's tree, depth of neighbours
 
 Balancing never changes mini-batches, which are drawn at random before. A plan deducts at most
 the prefix tokens that a row shares (workers/model/rows/prefix_rows.py), so no row exceeds the plan.

@@ -1,6 +1,7 @@
 """Check whether a run fits on a described cluster, by its requests to Ray, or on this machine.
 
-    --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
+    --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster
+    Cluster --place--> Placement of every bundle --> fits, or why not
 
 Each bundle takes the first node with room, and ranks take bundles as in a run (`actors.placement`). Ray may
 begin with another node.

@@ -17,9 +17,9 @@ _NAMES = """
 input_ids loss_mask rollout_log_probs old_log_probs old_entropies reference_log_probs uid group_number sample
 prompt_tokens prompt_hash prefix_hashes read_tokens cached_tokens response_tokens length turns truncated
 seconds weight_version newest_weight_version reward greedy_reward advantages group_tokens old_values returns
-held_back branches cut_tokens history_refused sample_number sample_tokens mini_batch_samples credit offsets by_turn
-cut_thoughts kept_advantages teacher_prompt teacher_log_probs teacher_hidden teacher_top_ids teacher_top_log_probs
-images
+held_back branches cut_tokens history_refused sample_number sample_tokens mini_batch_samples credit offsets
+by_turn cut_thoughts kept_advantages teacher_prompt teacher_log_probs teacher_hidden teacher_top_ids
+teacher_top_log_probs images
 """
 RESERVED = frozenset(_NAMES.split())
 """Columns that every batch has."""

@@ -1,6 +1,7 @@
 """Describe a configuration: the pages of `--dry-run` and `--settings`.
 
-Config --> settings | placement | sizes | automatic | caps | notes          schema --> every key, type, default, range
+Config --> settings | placement | sizes | automatic | caps | notes
+schema --> every key, type, default, range
 """
 
 import textwrap

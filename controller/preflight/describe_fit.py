@@ -1,7 +1,8 @@
 """Say whether a run fits this machine: by count, and the memory of GPUs by a formula. `describe_cluster`
 measures it.
 
-Config --> GPUs or CPU cores asked, there | GiB of a GPU --training_gib--> GPUs of balancing/time_model/machines.json
+Config --> GPUs or CPU cores asked, there
+       --> GiB of a GPU --training_gib--> GPUs of balancing/time_model/machines.json
 """
 
 import os

@@ -1,6 +1,6 @@
 """Measure the GPU memory of a run without a GPU, and compare it with a described cluster.
 
-    Config --request--> workers.model.memory.memory_trace, in a separate process, or the user's cache --> Memory
+    Config --request--> workers.model.memory.memory_trace, in its own process, or the user's cache --> Memory
     Memory, Cluster --memory_lines, check_memory--> lines of the page, or ConfigError
 
 Roles compute in turn: during a pass, a GPU holds the pass and all roles' states. While engines sample, it

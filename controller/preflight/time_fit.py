@@ -1,6 +1,7 @@
 """Fit the time model to runs on the same machine.
 
-runs/NAME: config.yaml, timeline.jsonl, metrics.jsonl --> Measured --balancing.time_model.fitting--> Machine, Efficiency
+runs/NAME: config.yaml, timeline.jsonl, metrics.jsonl --> Measured
+Measured --balancing.time_model.fitting--> Machine, Efficiency
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """AsyncRolloutBuffer: groups are generated ahead while the policy trains, across updates of its weights.
 
-    admit: prompts -> engines --sample by sample--> rewards -> group ready -> take P -> train -> new weights -> admit
-                         ^ pump, also while the driver waits for the training ranks
+    admit: prompts -> engines --sample by sample--> rewards -> group ready -> take P -> train -> new weights
+      ^                  ^ pump, also while the driver waits for the training ranks                |
+      '--------------------------------------------------------------------------------------------'
 
 `controller.engines.staleness_schedule` decides which groups are generated and taken. There is one thread:
 while the driver waits, it calls `read`, which reads finished samples and rewards.

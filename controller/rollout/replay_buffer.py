@@ -1,6 +1,6 @@
 """ReplayBuffer: good samples of earlier steps, on which later steps train again.
 
-new samples with advantages --remember--> kept, up to batch.replay.keep versions --draw--> a later step's batch
+new samples with advantages --remember--> kept, up to batch.replay.keep versions --draw--> a later batch
                                             ^--read, save--> checkpoints/replay/step-30.npz
 
 A replayed sample keeps the advantage of its own group, whose baseline describes the policy that sampled it.

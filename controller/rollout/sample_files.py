@@ -2,7 +2,7 @@
 
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
     checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
-    step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `ballast.replay` trains
+    step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz (`ballast.replay`)
 
 Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read
 without pickle.

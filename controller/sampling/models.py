@@ -48,7 +48,8 @@ class Model:
         from controller.actors.launch import launch
 
         trained = load_recorded(self.run / OF_RUN)
-        settings: Any = replace(trained, policy=config.policy, resources=config.resources)  # type: ignore[type-var]
+        settings: Any = trained
+        settings = replace(settings, policy=config.policy, resources=config.resources)
         if isinstance(trained, Config):  # without its loss, which may be somebody's code
             settings = replace(settings, algorithm=config.algorithm)
         folder = Path(self.path)

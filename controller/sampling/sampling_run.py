@@ -1,7 +1,7 @@
 """Make the samples of a job that its file does not have yet.
 
 command line --> job --lock, file--> [checkpoint as a model] --> roles
-             --> requests --a window at a time--> engines --> rewards --a line each--> samples.jsonl --> finish
+     roles --> requests --a window at a time--> engines --> rewards --a line each--> samples.jsonl --> finish
 """
 
 import argparse
