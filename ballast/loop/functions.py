@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ballast.loop.open_run import OpenRun, prepared
+from ballast.loop.open_run import OpenRun
+from ballast.loop.start import prepared
 from ballast.records import Records
 from ballast.settings import Values, load_settings
 from ballast.training import Settings, give_data

@@ -12,9 +12,9 @@ Calls return futures at once. Training and sampling go on side by side, each in 
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,22 +24,12 @@ import numpy as np
 
 from balancing import Plan
 from ballast.loop.lanes import Lanes
-from controller.checkpoints.run_lock import locked
-from controller.config import Config
-from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.data.prompts import Prompt, PromptDataset, PromptRules
-from controller.fit import training
 from controller.lifecycle.model_card import write_card
-from controller.lifecycle.session import naming_what_is_left, ray_session, ready, report
-from controller.lifecycle.tokenized_inputs import Inputs, inputs_without_data, prompt_renderer, read_inputs
-from controller.observability.console import Console
-from controller.observability.run_log import run_log
 from controller.observability.shown_text import other_columns, shown_prompt
-from controller.observability.slow_work import Log
 from controller.observability.step_metrics import update_throughput
-from controller.preflight.checks import check
 from controller.primitives import Passed, Samples, part_of, token_batch, with_columns
-from controller.rollout.buffer import RolloutBuffer, SamplingRound
+from controller.rollout.buffer import SamplingRound
 from controller.rollout.samples import RolloutBatch, sample_numbers, with_record_columns
 from controller.run import Run
 from controller.step import on_training_roles
@@ -457,51 +447,3 @@ def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
 
     future.add_done_callback(finish)
     return changed
-
-
-def prepared(
-    config: Config, functions: GivenFunctions = NONE_GIVEN
-) -> Callable[[], AbstractContextManager[OpenRun]]:
-    """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the
-    block.
-
-    functions: passed to the call. Neither data nor a reward is needed. Raises as
-    `controller.fit.prepare`.
-    """
-    check(config, functions, needs_data=False)
-    if config.rollout.max_staleness:
-        raise ConfigError(
-            f"rollout.max_staleness={config.rollout.max_staleness}: your loop decides when to sample and "
-            "publish. Remove it."
-        )
-
-    def read(log: Log) -> Inputs:
-        return read_inputs(config, log, functions) if config.has_data else inputs_without_data(config)
-
-    inputs, console = ready(config, read)
-    return partial(_started, config, inputs, console, locked(config, lambda: None))
-
-
-@contextmanager
-def _started(
-    config: Config, inputs: Inputs, console: Console, release: Callable[[], None]
-) -> Iterator[OpenRun]:
-    with ExitStack() as stack:
-        stack.callback(release)
-        stack.enter_context(run_log(config.run_folder, console))
-        console.log(f"the run is written to {config.run_folder}")
-        stack.enter_context(ray_session(config, console))
-        stack.enter_context(naming_what_is_left(config))
-        with running(config, inputs, console) as run:
-            yield run
-        report(config, console)
-
-
-@contextmanager
-def running(config: Config, inputs: Inputs, console: Console) -> Iterator[OpenRun]:
-    """Start the roles on a connected Ray, and end them after the block."""
-    with training(config, inputs, console, buffer=RolloutBuffer) as run:
-        run.begin()
-        renderer, rules = prompt_renderer(config, inputs.tools, console.note)
-        with closing(OpenRun(run, renderer, rules)) as mine:
-            yield mine

@@ -52,7 +52,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     config = served(load(options.config, options.overrides))
     key = _given_key(options.api_key_file)
     port = _bound(options.port)
-    from ballast.loop.open_run import prepared
+    from ballast.loop.start import prepared
 
     return partial(serve, prepared(config), port, key)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from ballast.loop.open_run import OpenRun, running
+from ballast.loop.open_run import OpenRun
+from ballast.loop.start import running
 from controller.actors.layout import Pool
 from controller.config import Config, load
 from controller.engines.fleet import RestartBudget
