@@ -86,7 +86,7 @@ def make_app(service: Service, key: str) -> FastAPI:
 
     @app.post(f"{API}/asample")
     async def sample(request: Json) -> dict[str, Any]:
-        return service.sample(request)
+        return service.samplers.sample(request)
 
     @app.post(f"{API}/retrieve_future")
     async def retrieve(request: Json) -> Response:
@@ -185,7 +185,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{API}/samplers/{{name}}")
     async def sampler(name: str) -> dict[str, Any]:
-        service.check_sampler(name)
+        service.samplers.check(name)
         return {"sampler_id": name, "base_model": model, "model_path": None}
 
 

@@ -4,8 +4,7 @@ answers.
     POST call --its turn by (model_id, seq_id)--> log --> OpenRun --> answer on disk <--retrieve_future
     kill --> run.resume=auto: the last checkpoint, of step k --> the log's calls after step k are made again
 
-Each model has a policy of the run until another model takes it. Weights are named by the call that made them:
-a step or a load, 0 for the base model.
+`policies` knows which model has which policy of the run, and `samplers` samples.
 """
 
 import asyncio
@@ -13,49 +12,26 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ballast.loop.open_run import STATES, OpenRun
 from ballast.serve import wire
 from ballast.serve.checkpoints import Checkpoints, oldest_step, path_of, state_of
 from ballast.serve.log import Call, CallLog
+from ballast.serve.policies import NEWEST, Policies, Policy
+from ballast.serve.samplers import STOPS, Samplers
 from ballast.serve.wire import Answer, RefusedError, json_answer
-from workers.errors import ConfigError, LostError, RolloutError, UnfinishedError
+from workers.errors import ConfigError
 from workers.model.checkpoint.checkpoint_folder import remove
 
 POLL_SECONDS = 20.0  # that a request for an answer waits: clients give up after 45
 TURN_SECONDS = 30.0  # that a call waits for the call before it
 SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another session may take the policy
-MOST_ANSWERS = 4096  # samples that nobody has fetched
 INITIAL = "initial"
-# in place of a call's number: of a sampler that follows the weights, and of no weights
-NEWEST = -1
-NOWHERE = -2
-STOPS = (LostError, RolloutError)
 BEGINNING = ("create_model", "load_weights")  # calls that may begin a model
 
 Begin = Callable[[int], Future[Answer]]
-
-
-@dataclass
-class _Policy:
-    """adapter: its name in the run, empty for the only one. model, owner: whom it serves, and its session.
-    weights,
-    published: of trainer and engines. since: call that changed the weights last, or began with them. sent:
-    what engines have, by model and weights, as versions of the run.
-    """
-
-    adapter: str
-    model: str = ""
-    owner: str = ""
-    weights: int = 0
-    published: int = 0
-    since: int = 0
-    sent: dict[tuple[str, int], Future[int]] = field(default_factory=dict)
 
 
 class Service:
@@ -69,18 +45,11 @@ class Service:
         self.lora = {"is_lora": bool(rank := self.config.model.lora.rank), "lora_rank": rank or None}
         self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
         self._sessions = dict[str, float]()
-        count = self.config.model.lora.policies
-        names = [f"policy-{number}" for number in range(1, count + 1)] if count > 1 else [""]
-        self._policies = {name: _Policy(name, published=NOWHERE if name else 0) for name in names}
-        self._base = (
-            _Policy("") if count > 1 else self._policies[""]
-        )  # which engines with adapters always have
-        self._models = dict[str, _Policy]()  # also replaced ones
+        self._policies = Policies(run)
         self._numbers = dict[tuple[str, int], int]()
         self._next = dict[str, int]()
         self._pending = dict[str, asyncio.Future[Any]]()
-        self._samples = dict[str, Answer]()
-        self._samplers = dict[str, tuple[str, int]]()
+        self.samplers = Samplers(run, self._policies, self._pending, stop)
         self.checkpoints = Checkpoints(run.folder / STATES)
         self._steps = run.steps
         self._moved = asyncio.Event()
@@ -103,7 +72,7 @@ class Service:
         steps = self._run.steps
         last = max((number for number, call in calls if steps and call.step == steps), default=0)
         has_policies = all(
-            fact.get("adapter", "") in self._policies for fact in facts if fact["kind"] == "model"
+            fact.get("adapter", "") in self._policies.by_adapter for fact in facts if fact["kind"] == "model"
         )
         if not has_policies or (steps and calls and not last):
             lacks = (
@@ -117,13 +86,13 @@ class Service:
             self._log.answer(last, json_answer(metrics={}))
         self.checkpoints.remove_deleted()
         if not self.checkpoints.is_complete(INITIAL):
-            self._run.save(INITIAL, adapter=next(iter(self._policies)))
+            self._run.save(INITIAL, adapter=next(iter(self._policies.by_adapter)))
         self._resume([numbered_call for numbered_call in calls if numbered_call[0] <= last], last)
         for number, call in calls:
             self._numbers[call.model_id, call.seq_id] = number
             self._next[call.model_id] = max(self._next.get(call.model_id, 0), call.seq_id + 1)
             self._steps = max(self._steps, call.step)
-            policy = self._models.get(call.model_id)
+            policy = self._policies.of_model.get(call.model_id)
             # A checkpoint at the step of one model lacks gradients of the others since theirs.
             if number > last or (call.kind == "forward_backward" and policy and number > policy.since):
                 self._again(number, call)
@@ -134,23 +103,23 @@ class Service:
         """
         step = 0
         for number, call in calls:
-            policy = self._models.get(call.model_id)
+            policy = self._policies.of_model.get(call.model_id)
             step = max(step, call.step)
             if call.kind == "load_weights":
                 self._loads[_content(call.kind, self._log.body(number))["path"]] = step
             if policy and call.kind in ("create_model", "optim_step", "load_weights"):
                 policy.weights = 0 if call.kind == "create_model" else number
                 policy.since = number
-        for policy in self._policies.values():
+        for policy in self._policies.by_adapter.values():
             if policy.adapter and not policy.model:
                 continue
             if policy.adapter:
-                self._sent(policy)
+                self._policies.send_weights(policy)
             old_published = policy.published
             policy.published = policy.weights
-            for name, sampler in self._samplers.items():
+            for name, sampler in self.samplers.weights.items():
                 if old_published <= last and sampler == (policy.model, old_published):
-                    self._samplers[name] = policy.model, policy.published
+                    self.samplers.weights[name] = policy.model, policy.published
 
     def _again(self, number: int, call: Call) -> None:
         try:
@@ -169,22 +138,23 @@ class Service:
         if kind == "session":
             self._sessions[name] = time.monotonic()
         elif kind == "model":
-            policy = self._models[name] = self._policies[values.get("adapter", "")]
+            policy = self._policies.by_adapter[values.get("adapter", "")]
+            self._policies.of_model[name] = policy
             policy.model = name
             policy.owner = values["session"]
             self._log.last_calls.setdefault(name, at)
             self._next.setdefault(name, 1)
         elif kind == "sampler":
-            self._samplers[name] = values.get("model", ""), values["weights"]
+            self.samplers.weights[name] = values.get("model", ""), values["weights"]
             if values["path"] and values["path"] not in self.checkpoints.deleted:
-                self.checkpoints.samplers[values["path"]] = *self._samplers[name], at
+                self.checkpoints.samplers[values["path"]] = *self.samplers.weights[name], at
         elif kind == "refused":
             self._next |= {name: values["seq_id"] + 1} if name in self._next else {}
         elif kind == "deleted":
             self.checkpoints.deleted.add(name)
             self.checkpoints.samplers.pop(name, None)
         else:
-            self._policies[name].published = values["weights"]
+            self._policies.by_adapter[name].published = values["weights"]
 
     # --- calls in order
 
@@ -226,7 +196,7 @@ class Service:
                 f"seq_id={seq_id}: it was refused, or its answer is no longer kept. Make a new call."
             )
         try:
-            if seq_id and model_id != (now := self._models[model_id].model):
+            if seq_id and model_id != (now := self._policies.of_model[model_id].model):
                 raise RefusedError(f"model_id={model_id}: {now} has replaced it. Create a new one.")
             begin = self._kinds[kind](content, False)
         except RefusedError:  # it had its turn, also for a restarted server
@@ -283,14 +253,14 @@ class Service:
         if name.startswith("call-") and name.removeprefix("call-").isdecimal():
             answer = self._log.answer_of(int(name.removeprefix("call-")))
         else:
-            answer = self._samples.pop(name, None)
+            answer = self.samplers.answers.pop(name, None)
         if answer is None:
             raise RefusedError(f"request_id={name!r:.80}: no answer is kept. Make the call again.", 410)
         return answer
 
     # --- kinds of calls: read and refuse at once, begin when it is in the log
 
-    def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, _Policy]:
+    def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, Policy]:
         """Return the name of a new model, and its policy. Raises RefusedError while clients train all of
         them.
         """
@@ -305,17 +275,21 @@ class Service:
             )
         self.heard(session)
         name = _name(request)
-        if again and name in self._models:
-            return name, self._models[name]
-        free = [policy for policy in self._policies.values() if again or self._may_take(session, policy)]
+        if again and name in self._policies.of_model:
+            return name, self._policies.of_model[name]
+        free = [
+            policy
+            for policy in self._policies.by_adapter.values()
+            if again or self._may_take(session, policy)
+        ]
         if not free:
-            names = ", ".join(policy.model for policy in self._policies.values())
+            names = ", ".join(policy.model for policy in self._policies.by_adapter.values())
             raise RefusedError(f"create_model: {names} in training. Wait until a client has ended.")
         return name, min(free, key=lambda policy: policy.model != "")
 
-    def _may_take(self, session: str, policy: _Policy) -> bool:
+    def _may_take(self, session: str, policy: Policy) -> bool:
         silent = time.monotonic() - self._sessions.get(policy.owner, -SILENT_SECONDS)
-        return silent >= SILENT_SECONDS or (policy is self._base and session == policy.owner)
+        return silent >= SILENT_SECONDS or (policy is self._policies.base and session == policy.owner)
 
     def _create(self, request: dict[str, Any], again: bool) -> Begin:
         name, policy = self._claim(request, again)
@@ -333,7 +307,7 @@ class Service:
     def _pass(self, message: Any, again: bool) -> Begin:
         limits = {"vocabulary": self._run.vocabulary, "longest": self.config.max_model_tokens}
         rows, loss = wire.read_pass(message, **limits)
-        adapter = self._models[message.model_id].adapter
+        adapter = self._policies.of_model[message.model_id].adapter
 
         def make(passed: Any) -> Answer:
             metrics = {} if message.forward_only else {"loss:sum": passed.metrics["loss"]}
@@ -350,7 +324,7 @@ class Service:
 
     def _step(self, request: dict[str, Any], again: bool) -> Begin:
         settings = wire.read_step(request)
-        policy = self._models[request["model_id"]]
+        policy = self._policies.of_model[request["model_id"]]
 
         def make(metrics: dict[str, float]) -> Answer:
             if self.config.run.checkpoint_every and self._run.steps % self.config.run.checkpoint_every == 0:
@@ -372,7 +346,7 @@ class Service:
         first = next((number for number, call in calls if call.step and call.step == oldest - 1), 0)
         steps = {call.model_id: number for number, call in calls if call.step}
         for number, call in calls:
-            replaced = self._models[call.model_id].model != call.model_id
+            replaced = self._policies.of_model[call.model_id].model != call.model_id
             if number < first and (replaced or number < steps.get(call.model_id, 0)):
                 self._log.forget(number)
 
@@ -393,7 +367,7 @@ class Service:
 
     def _save(self, request: dict[str, Any], again: bool) -> Begin:
         path = path_of(request, "weights")
-        adapter = self._models[request["model_id"]].adapter
+        adapter = self._policies.of_model[request["model_id"]].adapter
         state = state_of(path)
         exists = path in self.checkpoints.deleted or self.checkpoints.is_complete(state)
         if (exists or wire.flag(request, "overwrite")) and not again:
@@ -411,7 +385,7 @@ class Service:
         optimizer = wire.flag(request, "optimizer")
         state = self.checkpoints.state(path)
         model = wire.optional_text(request, "model_id")
-        model, policy = self._claim(request, again) if session else (model, self._models[model])
+        model, policy = self._claim(request, again) if session else (model, self._policies.of_model[model])
 
         def begin(number: int) -> Future[Answer]:
             if session:
@@ -427,7 +401,7 @@ class Service:
     def _publish(self, request: dict[str, Any], again: bool) -> Begin:
         model = wire.text(request, "model_id")
         path = path_of(request, "sampler_weights") if wire.optional_text(request, "path") else ""
-        policy = self._models[model]
+        policy = self._policies.of_model[model]
         kind = wire.optional_text(request, "kind")
         if kind not in ("", "snapshot", "inflight"):
             raise RefusedError(f"kind={kind!r:.40}: unknown. Choose snapshot or inflight.")
@@ -448,19 +422,12 @@ class Service:
 
         return begin
 
-    def _send(self, policy: _Policy) -> Future[Any]:
+    def _send(self, policy: Policy) -> Future[Any]:
         """Send the trainer's weights to the engines, unless they have them."""
         if policy.published == policy.weights:
             return _done()
-        sent = self._sent(policy)
+        sent = self._policies.send_weights(policy)
         self._note(kind="published", name=policy.adapter, weights=policy.weights)
-        return sent
-
-    def _sent(self, policy: _Policy) -> Future[int]:
-        policy.sent.pop(key := (policy.model, policy.weights), None)
-        policy.sent[key] = sent = self._run.publish(adapter=policy.adapter)
-        while len(policy.sent) > self.config.model.lora.versions:
-            del policy.sent[next(iter(policy.sent))]
         return sent
 
     # --- samples
@@ -485,76 +452,6 @@ class Service:
                 f"base_model={name!r:.200}: the server has {self.config.model.path}. Ask for it."
             )
 
-    def sample(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Begin to sample, once a `seq_id` of the sampler. Returns its future. Raises RefusedError."""
-        sampler = wire.text(request, "sampling_session_id")
-        seq_id = wire.whole(request, "seq_id", 0, 0, wire.LARGEST)
-        name = f"sample-{sampler}-{seq_id}"
-        count = wire.whole(request, "num_samples", 1, 1, 4096)
-        future = {"request_id": name, "sample_sequence_ids": [f"{name}-{n}" for n in range(count)]}
-        if name in self._pending or name in self._samples:
-            return future
-        policy, version = self._sampled(sampler)
-        longest = self.config.max_model_tokens
-        prompt = wire.read_prompt(request, vocabulary=self._run.vocabulary, longest=longest - 1)
-        settings = wire.read_sampling(request, self.config.rollout.sampling, self._run.vocabulary)
-        if len(prompt) + settings.max_new_tokens > longest:
-            raise RefusedError(
-                f"max_tokens={settings.max_new_tokens}: with the prompt above {longest}. Ask for fewer."
-            )
-        seed = wire.read_seed(request)
-        with_prompt = wire.flag(request, "prompt_logprobs")
-        passed = [self._prompt_log_probs(prompt, policy, version)] if with_prompt and len(prompt) > 1 else []
-        sampled = self._run.sample(
-            [prompt], count, settings, seed=seed, record=False, adapter=policy.adapter, version=version
-        )
-        self._pending[name] = task = asyncio.ensure_future(
-            self._answer_sample(name, [sampled, *passed], with_prompt)
-        )
-        task.add_done_callback(lambda done: self._pending.pop(name))
-        return future
-
-    def _sampled(self, sampler: str) -> tuple[_Policy, int | None]:
-        """Return a sampler's policy and version, None for the newest. Raises RefusedError if
-        engines lack it.
-        """
-        self.check_sampler(sampler)
-        model, weights = self._samplers[sampler]
-        policy = self._models[model] if model else self._base
-        if weights in (policy.published, NEWEST) and model in ("", policy.model):
-            return policy, None
-        sent = policy.sent.get((model, weights)) if policy.adapter else None
-        if sent is None or not sent.done():
-            raise RefusedError(
-                "sampling_session_id: newer weights are served. Use the newest sampling client."
-            )
-        return policy, sent.result()
-
-    def _prompt_log_probs(self, prompt: list[int], policy: _Policy, version: int | None) -> Future[Any]:
-        if policy.weights != policy.published or version is not None:
-            raise RefusedError(
-                "prompt_logprobs: the trainer has newer weights. Save them for a sampler first."
-            )
-        row = {"input_ids": np.array(prompt, np.int32), "loss_mask": np.arange(len(prompt)) > 0}
-        role = "policy" if policy.adapter in self._policies else "reference"
-        return self._run.forward(self._run.batch([row]), role, adapter=policy.adapter)
-
-    async def _answer_sample(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
-        try:
-            samples, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
-            after_first = passed[0].log_probs[0][1:] if passed else np.empty(0) if with_prompt else None
-            answer = await asyncio.to_thread(wire.sample_answer, samples.sequences, after_first)
-        except UnfinishedError as error:  # of this request alone: the engines go on
-            answer = wire.failure(error)
-        except STOPS as error:
-            self._stop(error)
-            return
-        except Exception as error:
-            answer = wire.failure(error)
-        self._samples[name] = answer
-        while len(self._samples) > MOST_ANSWERS:
-            self._samples.pop(next(iter(self._samples)))
-
     # --- sessions
 
     def create_session(self) -> str:
@@ -575,10 +472,6 @@ class Service:
     def ended(self, session: str) -> None:
         """Let another session take the models at once."""
         self._sessions.pop(session, None)
-
-    def check_sampler(self, name: str) -> None:
-        if name not in self._samplers:
-            raise RefusedError(f"sampling_session_id={name!r:.80}: unknown. Create a sampling client.", 404)
 
 
 def _name(request: dict[str, Any]) -> str:

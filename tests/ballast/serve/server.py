@@ -125,7 +125,7 @@ running = with_settings()
 
 async def drawn(server: Server, sampler: str, seq_id: int) -> bytes:
     found = await server.answer(
-        server.service.sample(asked(sampler, seq_id, prompt_logprobs=True))["request_id"]
+        server.service.samplers.sample(asked(sampler, seq_id, prompt_logprobs=True))["request_id"]
     )
     assert isinstance(found, bytes)
     return found

@@ -156,7 +156,7 @@ def test_a_sampler_of_the_newest_weights_ends_with_its_model(
             await model(server, other, number)
         for _ in range(2):  # also after a restart
             with refused("sampling_session_id", RefusedError):
-                server.service.sample(asked(sampler, 2))
+                server.service.samplers.sample(asked(sampler, 2))
             server.start()
 
     with_settings(*overrides)(follow)(tmp_path)

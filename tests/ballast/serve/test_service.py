@@ -118,8 +118,8 @@ async def test_samplers_serve_the_newest_weights_alone(server: Server) -> None:
         await model(server, of),
         server.service.create_sampler({"session_id": of, "base_model": "tiny"}),
     )
-    first = server.service.sample(asked(base, 0, num_samples=3, prompt_logprobs=True))
-    assert server.service.sample(asked(base, 0, num_samples=3)) == first
+    first = server.service.samplers.sample(asked(base, 0, num_samples=3, prompt_logprobs=True))
+    assert server.service.samplers.sample(asked(base, 0, num_samples=3)) == first
     assert len(set(first["sample_sequence_ids"])) == 3
     assert await server.answer(first["request_id"])
     with refused("request_id", RefusedError):
@@ -130,15 +130,15 @@ async def test_samplers_serve_the_newest_weights_alone(server: Server) -> None:
     unchanged, _, newest, again = (answer.get("sampling_session_id") for answer in answers)
     for sampler in (base, unchanged):
         with refused("sampling_session_id", RefusedError):
-            server.service.sample(asked(sampler, 1))
+            server.service.samplers.sample(asked(sampler, 1))
     for sampler in (newest, again):
-        assert await server.answer(server.service.sample(asked(sampler, 1))["request_id"])
+        assert await server.answer(server.service.samplers.sample(asked(sampler, 1))["request_id"])
     await server.service.submit(*step(name, 5))
     with refused("prompt_logprobs", RefusedError):
-        server.service.sample(asked(newest, 2, prompt_logprobs=True))
+        server.service.samplers.sample(asked(newest, 2, prompt_logprobs=True))
     for wrong in ({"topk_prompt_logprobs": 3}, {"num_samples": 0}, {"sampling_params": {"max_tokens": 30}}):
         with refused(next(iter(wrong)) if "params" not in str(wrong) else "max_tokens", RefusedError):
-            server.service.sample(asked(newest, 9, **wrong))
+            server.service.samplers.sample(asked(newest, 9, **wrong))
 
 
 @running
@@ -242,16 +242,16 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
         return str(last["sampling_session_id"])
 
     async def answer(sampler: str, number: int) -> Any:
-        return await server.answer(server.service.sample(asked(sampler, number))["request_id"])
+        return await server.answer(server.service.samplers.sample(asked(sampler, number))["request_id"])
 
     first, second = await learned(1), await learned(4)
     known = await answer(first, 0)
     assert known != await answer(second, 0)
     with refused("prompt_logprobs", RefusedError):
-        server.service.sample(asked(first, 1, prompt_logprobs=True))
+        server.service.samplers.sample(asked(first, 1, prompt_logprobs=True))
     third = await learned(7)
     with refused("sampling_session_id", RefusedError):
-        server.service.sample(asked(first, 2))
+        server.service.samplers.sample(asked(first, 2))
     assert await answer(second, 2) != await answer(third, 2)
     server.service.ended(of)
     newer = await model(server, other)  # which takes the same policy, and publishes the base model's weights
@@ -259,10 +259,10 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
     assert known and newer != name
     await learned(1, newer)
     with refused("sampling_session_id", RefusedError):
-        server.service.sample(asked(third, 4))
+        server.service.samplers.sample(asked(third, 4))
     server.start()
     with refused("sampling_session_id", RefusedError):
-        server.service.sample(asked(second, 5))
+        server.service.samplers.sample(asked(second, 5))
 
 
 @with_several
