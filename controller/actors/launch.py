@@ -5,7 +5,6 @@ layout -> reserve pools -> engines | policy, reference, critic, reward model | r
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -14,11 +13,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
 
+from controller.actors.engine_actors import engine_maker, session_front, shared_devices
 from controller.actors.judge import Judge, JudgedScoring
-from controller.actors.layout import Pool, RoleRequest, pools, role_requests, training_pool
+from controller.actors.layout import Pool, pools, role_requests, training_pool
 from controller.actors.resources import Reservation, reserve
 from controller.actors.rewards import RewardPool, Scoring
 from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
@@ -29,21 +28,17 @@ from controller.config.role_table import LEARNING_ROLES
 from controller.config.sections import RewardConfig
 from controller.config.training import counted
 from controller.data.questions import Questions
-from controller.engines.engine_calls import MakeActor
 from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from workers.agents.front import SessionFront
 from workers.batch.metrics import results
 from workers.config.model import checkpointing_words
-from workers.config.roles import GATEWAY_KEY, HTTP, RolloutConfig
-from workers.engine.placement import ranks_of_engine
+from workers.config.roles import HTTP, RolloutConfig
 from workers.engine.requests import WeightLoad
-from workers.errors import BallastError, LostError, WorkerError
+from workers.errors import LostError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.rendering import Renderer
-from workers.rollout.engine_actor import VllmEngineActor
 from workers.user_code.rewards import RewardFunction
 
 ANSWER_SECONDS = 5.0  # wait for facts that are only recorded
@@ -218,64 +213,32 @@ def launch(
     with ExitStack() as stack:
         start = _Launch(stack, config, console, only, total_steps, fit)
         if only or not isinstance(config, Config):
-            groups = start.load_models()
             no_engines = EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
-            yield WorkerGroups(groups, no_engines, RewardPool([], "", RewardConfig(workers=0), cpus=0.0))
+            no_rewards = RewardPool([], "", RewardConfig(workers=0), cpus=0.0)
+            yield WorkerGroups(start.load_models(), no_engines, no_rewards)
             return
-        colocated = config.rollout_placement == "colocated"
-        timeout_s = config.resources.start_timeout_s
         deltas = config.rollout.weight_sync == "delta"
         several = config.model.lora.policies
         between_gpus = config.uses_gpus and "policy" in config.training_roles and not deltas and several == 1
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
-        devices = (
-            shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
-        )
-        front = session_front(config, console, stack) if config.rollout.agent == HTTP else None
-        rollouts = EnginePool(
-            engine_maker(config, start.bundles, start.requests["rollout"], devices, environment, front),
-            replace(config.rollout, replicas=config.engines),
-            budget or RestartBudget(config.run.max_restarts),
-            live or LiveMetrics(),
-            front,
-            replaceable=not between_gpus,  # sender and engines are connected for the whole run
-            colocated=colocated,
-            start_timeout_s=timeout_s,
-            adapter_versions=config.model.lora.versions,
-            log=console.log,
-        )
-        stack.callback(rollouts.stop)
-        rollouts.start()
-        judging = start.judge_engines() or rollouts
-        cpus = start.requests["reward"].cpus
-        plays = bool(config.rollout.environment and not config.rollout.runs_agent)
-        reward_pool = RewardPool(
-            rewards,
-            config.model.path,
-            config.reward,
-            cpus,
-            with_environment=plays,
-            image_key=config.data.image_key,
-        )
-        stack.callback(reward_pool.stop)
-        judge = start.judge(judging, parser) if parser else None
-        if colocated:
+        engines = start.start_engines(environment, budget, live, replaceable=not between_gpus)
+        judge_engines = start.start_judge_engines() or engines
+        reward_pool = start.make_reward_pool(rewards)
+        judge = start.make_judge(judge_engines, parser) if parser else None
+        if config.rollout_placement == "colocated":
             # An engine sizes its cache by the free memory: on a shared GPU it must start before models are
             # loaded. It sleeps until the policy sends its weights for the first round of generation.
-            with start.waiting("engines, which load the model"):
-                rollouts.wait_started(timeout_s)
-            rollouts.sleep()
+            start.wait_for(engines)
+            engines.sleep()
         groups = start.load_models()
         if config.starts_teacher and config.algorithm.loss.distillation.over == "vocabulary":
             groups["policy"].take_teacher_layer(groups["teacher"].output_layer()[0])
         with start.waiting("reward workers"):
-            reward_pool.wait_ready(timeout_s)
-        with start.waiting("engines, which load the model"):
-            rollouts.wait_started(timeout_s)
-            judging.wait_started(timeout_s)
+            reward_pool.wait_ready(config.resources.start_timeout_s)
+        start.wait_for(engines, judge_engines)
         timeout_s = config.resources.collective_timeout_s
         worker_groups = WorkerGroups(
-            groups, rollouts, reward_pool, between_gpus, deltas, timeout_s, judge, several
+            groups, engines, reward_pool, between_gpus, deltas, timeout_s, judge, several
         )
         if between_gpus:
             with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
@@ -342,7 +305,57 @@ class _Launch:
         self.groups[role] = group
         return group
 
-    def judge_engines(self) -> EnginePool | None:
+    def start_engines(
+        self, environment: bytes, budget: RestartBudget | None, live: LiveMetrics | None, *, replaceable: bool
+    ) -> EnginePool:
+        """Begin to start the policy's engines. replaceable: whether a lost one may be replaced: it may not if
+        sender and engines are connected for the whole run.
+        """
+        assert isinstance(self.config, Config)
+        config = self.config
+        colocated = config.rollout_placement == "colocated"
+        devices = []
+        if colocated:
+            devices = shared_devices(self.group("policy").facts(), *config.colocated_engines)
+        front = None
+        if config.rollout.agent == HTTP:
+            front = session_front(config, self.console, self.stack)
+        engines = EnginePool(
+            engine_maker(config, self.bundles, self.requests["rollout"], devices, environment, front),
+            replace(config.rollout, replicas=config.engines),
+            budget or RestartBudget(config.run.max_restarts),
+            live or LiveMetrics(),
+            front,
+            replaceable=replaceable,
+            colocated=colocated,
+            start_timeout_s=config.resources.start_timeout_s,
+            adapter_versions=config.model.lora.versions,
+            log=self.console.log,
+        )
+        self.stack.callback(engines.stop)
+        engines.start()
+        return engines
+
+    def wait_for(self, *pools: EnginePool) -> None:
+        with self.waiting("engines, which load the model"):
+            for engines in pools:
+                engines.wait_started(self.config.resources.start_timeout_s)
+
+    def make_reward_pool(self, rewards: Sequence[RewardFunction]) -> RewardPool:
+        assert isinstance(self.config, Config)
+        config = self.config
+        pool = RewardPool(
+            rewards,
+            config.model.path,
+            config.reward,
+            self.requests["reward"].cpus,
+            with_environment=bool(config.rollout.environment and not config.rollout.runs_agent),
+            image_key=config.data.image_key,
+        )
+        self.stack.callback(pool.stop)
+        return pool
+
+    def start_judge_engines(self) -> EnginePool | None:
         """Start the engines of a judge that has its own."""
         assert isinstance(self.config, Config)
         judge_config = self.config.other_engines.get("judge")
@@ -360,7 +373,7 @@ class _Launch:
         engines.start()
         return engines
 
-    def judge(self, engines: EnginePool, parser: RewardFunction) -> Judge:
+    def make_judge(self, engines: EnginePool, parser: RewardFunction) -> Judge:
         from workers.model.model import load_tokenizer
 
         assert isinstance(self.config, Config)
@@ -398,101 +411,6 @@ class _Launch:
                 ranks = counted(self.config.policy.data_parallel, "rank")
                 self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
         return self.groups
-
-
-def shared_devices(ranks: list[dict[str, Any]], engines: int, ranks_per_engine: int) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES of each colocated engine. ranks: `Worker.facts` of every policy rank."""
-    devices = []
-    for replica in range(engines):
-        gpus = [ranks[rank]["gpus"] for rank in ranks_of_engine(replica, ranks_per_engine)]
-        devices.append(",".join(gpus))
-    return devices
-
-
-def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
-    """Start the actor on the driver's node from which agents elsewhere get sessions. Raises ConfigError."""
-    gateway = config.rollout.gateway
-    node = ray.get_runtime_context().get_node_id()
-    front = (
-        ray.remote(SessionFront)
-        .options(
-            name="session front",
-            num_cpus=0,
-            max_concurrency=10**6,  # each session waits in a call
-            max_restarts=-1,
-            max_task_retries=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(
-            os.environ[GATEWAY_KEY],
-            gateway.host,
-            gateway.port,
-            max_request_mib=gateway.max_request_mib,
-            timeout_s=config.rollout.agent_timeout_s,
-        )
-    )
-    stack.callback(_end_front, front)
-    try:
-        ray.get(front.start.remote(), timeout=config.resources.start_timeout_s)
-    except RayError as error:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        raise (
-            cause if isinstance(cause, BallastError) else WorkerError(f"the front of sessions: {error}")
-        ) from error
-    console.log(f"agents get sessions at POST http://{gateway.host}:{gateway.port}/sessions")
-    return front
-
-
-def _end_front(front: Any) -> None:
-    with suppress(RayError):
-        ray.get(
-            front.stop.options(max_task_retries=0).remote(), timeout=ANSWER_SECONDS
-        )  # frees its port at once
-    ray.kill(front)
-
-
-def engine_maker(
-    config: Config,
-    bundles: dict[str, Reservation],
-    request: RoleRequest,
-    devices: list[str],
-    environment: bytes,
-    front: Any = None,
-) -> MakeActor:
-    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty.
-    front: actor of `SessionFront`.
-    """
-    actor_class = ray.remote(VllmEngineActor)
-
-    def make(replica: int, attempt: int) -> Any:
-        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
-        # Ray 2.60 leaves the GPUs of an actor that reserves none as they are. A cluster that was started with
-        # the second variable at 1 would hide them.
-        variables = {
-            "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        }
-        options = {
-            "name": f"{request.role} {replica}" + (f" restart {attempt}" if attempt else ""),
-            "num_cpus": request.cpus,
-            "num_gpus": request.gpus,
-            "max_concurrency": 1000,
-            "scheduling_strategy": bundles[request.pool].strategy(rank),
-        } | ({"runtime_env": {"env_vars": variables}} if devices else {})
-        return actor_class.options(**options).remote(
-            config.model,
-            replace(config.rollout, history=config.history),
-            index=replica,
-            placement=config.rollout_placement,
-            max_model_tokens=config.max_model_tokens,
-            seed=config.run.seed,
-            environment=environment,
-            environment_timeout_s=config.reward.timeout_s,
-            front=front,
-            needs_reward=not (config.reward.weights or config.uses_reward_model or config.uses_judge),
-        )
-
-    return make
 
 
 def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) -> dict[str, Any]:

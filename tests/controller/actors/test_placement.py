@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.actors import launch
+from controller.actors import engine_actors
 from controller.actors.layout import Pool, role_requests, training_pool
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.actors.resources import Reservation
@@ -162,9 +162,11 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
     requests = {request.role: request for request in role_requests(config)}
     bundles = {"training": Reservation(object(), (3, 1, 2, 0))}
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(launch.ray, "remote", lambda actor_class: Recorder(asked))
-    devices = launch.shared_devices([{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], *config.colocated_engines)
-    make = launch.engine_maker(config, bundles, requests["rollout"], devices, b"")
+    monkeypatch.setattr(engine_actors.ray, "remote", lambda actor_class: Recorder(asked))
+    devices = engine_actors.shared_devices(
+        [{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], *config.colocated_engines
+    )
+    make = engine_actors.engine_maker(config, bundles, requests["rollout"], devices, b"")
     for replica in range(2):
         make(replica, 0)
     assert [options["scheduling_strategy"].placement_group_bundle_index for options in asked] == [3, 2]
