@@ -195,36 +195,18 @@ def plan_batch(
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
     lengths: n whole numbers >= 1, the real tokens of each sequence.
-    ranks: number of data-parallel ranks. It need not divide n.
     mini_batches: index arrays that together contain every index once, or None for one mini-batch.
-    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the
-    longest sequence is a good choice.
     loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, or None for `lengths`.
-    min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of
-    the second.
-    cost_model: the workload to balance, or None for tokens.
-    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (search/schedule.py). `none`
-    keeps the given order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan
-    rank by rank as these systems do, but keep the caps (search/baselines.py).
-    order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends
-    (`small_ends`), or for the least pipeline `makespan` (pipelines/pipeline_plan.py). None is `makespan` with
-    a pipeline, else `descending`.
-    allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
-    layout, length_multiple: as in `pack`.
-    pipeline: each rank is a pipeline of stages. Counts are also multiples of its `count_multiple`.
     groups: n whole numbers >= 0, the group of each sequence, counted for losses that divide by groups.
     prefix_groups, prefix_lengths: n whole numbers >= 0 each. Sequences of a group share their first tokens,
-    fewer than any has (0: none), which a micro-batch computes once (prefixes/packing.py). Packed layout only.
-    Only whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes
-    when they plan.
+    fewer than any has (0: none), which a micro-batch computes once (prefixes/packing.py).
     tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In `tree_order` each
     sequence shares `tree_depths` tokens with the one before it in its group, fewer than either has.
     images: the images of each sequence, (first token, tokens) each, or None. A shared prefix shares the
-    images that begin in it. max_patches: cap on patches of a micro-batch, `cost_model.patches` an image
-    token. Packed layout only.
-    context_degrees: each micro-step has one of these degrees. Then `ranks` counts each rank of a
-    context-parallel group and `max_tokens` is the cap of one. Needs `karmarkar_karp`, packed rows,
-    `multiple_of=1` and no pipeline. Raises LengthError, OptionError, MiniBatchError for bad values,
+    images that begin in it.
+
+    Prefixes need the packed layout, and only whole multiples of `length_multiple` count. The other arguments
+    are described in `plan_settings.Settings`. Raises LengthError, OptionError, MiniBatchError for bad values,
     OverCapError for a sequence above a cap, and CountError if the counts cannot be kept.
     """
     settings = Settings(
@@ -239,34 +221,13 @@ def plan_batch(
     in_loss = loss_token_counts(loss_tokens, tokens)
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
-    checked_images = Images.of(images, len(tokens))
-    workloads = settings.cost_model.workload(tokens, checked_images)
-    patches = settings.patches(checked_images, tokens)
-    check_patches(patches, settings.max_patches)
-    prefixes = (prefix_groups, prefix_lengths)
-    tree = (tree_order, tree_depths)
-    if settings.layout == "padded" and any(prefix_array is not None for prefix_array in prefixes):
-        raise OptionError("prefix_lengths are shared with layout='packed' only")
-    measure = partial(settings.cost_model.workload, images=checked_images)
-    shared_prefixes = checked_prefixes(*prefixes, *tree, tokens, settings.length_multiple, measure)
-    shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, checked_images))
-    batch = _Batch(
-        tokens, sizes, workloads, in_loss, group_of, shared_prefixes, checked_images, patches, shared_patches
-    )
-    at_degrees = (
-        {degree: batch.at_degree(settings, degree) for degree in context_degrees.choices}
-        if context_degrees
-        else {}
-    )
-    planned = [_mini_batch(rows, batch, settings, at_degrees) for rows in members]
+    prefixes = (prefix_groups, prefix_lengths, tree_order, tree_depths)
+    batch = _make_batch(settings, tokens, in_loss, group_of, Images.of(images, len(tokens)), prefixes)
+    at_degrees = {}
     if context_degrees is not None:
-        workloads = settings.workload(tokens, checked_images, degree_of(planned))
-    if shared_prefixes is None:
-        return Plan(tuple(planned), tokens, workloads, settings, images=checked_images)
-    shared = np.zeros_like(tokens)
-    for part in planned:
-        shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
-    return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, checked_images)
+        at_degrees = {degree: batch.at_degree(settings, degree) for degree in context_degrees.choices}
+    parts = [_mini_batch(rows, batch, settings, at_degrees) for rows in members]
+    return _assemble(parts, batch, settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,6 +262,43 @@ class _Batch:
         return np.stack(
             [alone[0] - tokens, prefixes.computed(alone[1], micro_batch), alone[2] - images]
         ), prefixes.group
+
+
+def _make_batch(
+    settings: Settings,
+    tokens: Integers,
+    in_loss: Integers,
+    group_of: Integers | None,
+    images: Images | None,
+    prefixes: tuple[ArrayLike | None, ...],
+) -> _Batch:
+    """Check images and prefixes, and measure the work of each sequence alone."""
+    sizes = round_up(tokens, settings.length_multiple)
+    workloads = settings.cost_model.workload(tokens, images)
+    patches = settings.patches(images, tokens)
+    check_patches(patches, settings.max_patches)
+    if settings.layout == "padded" and any(prefix_array is not None for prefix_array in prefixes[:2]):
+        raise OptionError("prefix_lengths are shared with layout='packed' only")
+    measure = partial(settings.cost_model.workload, images=images)
+    shared_prefixes = checked_prefixes(*prefixes, tokens, settings.length_multiple, measure)
+    shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, images))
+    return _Batch(
+        tokens, sizes, workloads, in_loss, group_of, shared_prefixes, images, patches, shared_patches
+    )
+
+
+def _assemble(parts: Sequence[MiniBatch], batch: _Batch, settings: Settings) -> Plan:
+    """Return the plan, with the tokens that its micro-batches share."""
+    workloads = batch.workloads
+    if settings.context_degrees is not None:
+        workloads = settings.workload(batch.tokens, batch.images, degree_of(parts))
+    shared_prefixes = batch.shared_prefixes
+    if shared_prefixes is None:
+        return Plan(tuple(parts), batch.tokens, workloads, settings, images=batch.images)
+    shared = np.zeros_like(batch.tokens)
+    for part in parts:
+        shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
+    return Plan(tuple(parts), batch.tokens, workloads, settings, shared_prefixes, shared, batch.images)
 
 
 def _mini_batch(

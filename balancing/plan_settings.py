@@ -23,7 +23,30 @@ PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll"
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `plan_batch` that do not describe the batch. `analysis.explain` plans again with them."""
+    """Arguments of `plan_batch` that do not describe the batch. `analysis.explain` plans again with them.
+
+    ranks: number of data-parallel ranks. It need not divide the number of sequences.
+    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the
+    longest sequence is a good choice.
+    max_sequences: cap on sequences of a micro-batch, or None. max_patches: cap on patches of a micro-batch,
+    `cost_model.patches` an image token. Packed layout only.
+    min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of
+    the second.
+    cost_model: the workload to balance, tokens by default.
+    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (search/schedule.py). `none`
+    keeps the given order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan
+    rank by rank as these systems do, but keep the caps (search/baselines.py). Only `karmarkar_karp` plans
+    with prefixes.
+    order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends
+    (`small_ends`), or for the least pipeline `makespan` (pipelines/pipeline_plan.py). The default is
+    `makespan` with a pipeline, else `descending`.
+    allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
+    layout, length_multiple: as in `pack`.
+    pipeline: each rank is a pipeline of stages. Counts are also multiples of its `count_multiple`.
+    context_degrees: each micro-step has one of these degrees. Then `ranks` counts each rank of a
+    context-parallel group and `max_tokens` is the cap of one. Needs `karmarkar_karp`, packed rows,
+    `multiple_of=1` and no pipeline.
+    """
 
     ranks: int
     max_tokens: int
