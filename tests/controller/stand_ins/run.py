@@ -109,7 +109,7 @@ class StandIns:
         monkeypatch.setattr(VllmEngineActor, "_build", lambda worker: StandInVllm(world))
         # The real one ends all processes below its actor's, which here is the tests'.
         monkeypatch.setattr(
-            "workers.rollout.engine_actor._end_engine", lambda engine: engine and engine.shutdown()
+            "workers.rollout.engine_actor.end_engine", lambda engine: engine and engine.shutdown()
         )
         self._first_gpu = 0
 

@@ -323,7 +323,7 @@ class SilentEngine:
 
 
 def test_an_engine_that_died_in_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.rollout.engine_actor.ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr("workers.rollout.engine_life.ALIVE_SECONDS", 0.01)
     worker = VllmEngineActor.__new__(VllmEngineActor)
     worker.index, worker._engine = 3, SilentEngine(looks=2)
     with pytest.raises(LostError, match="rollout replica 3 died"):

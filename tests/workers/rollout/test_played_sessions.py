@@ -13,7 +13,7 @@ from workers.batch.score import Score
 from workers.config.roles import RolloutConfig, SamplingConfig
 from workers.engine.requests import EpisodeStart, Response, SampleRequest
 from workers.errors import EpisodeError
-from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.players import AgentPlayer
 from workers.rollout.results import Sample, played
 
 REQUEST = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5)
@@ -95,7 +95,7 @@ def test_a_limit_on_tokens_or_turns_is_the_finish_reason() -> None:
 
 
 class Dying:
-    """An engine whose death is known when it is asked, gateway and agents of its actor."""
+    """An engine whose death is known when it is asked, gateway and agents of its player."""
 
     errored = False
 
@@ -120,10 +120,8 @@ def test_an_agent_that_dies_with_its_engine_has_not_failed() -> None:
     """The engine's request then goes to another one, with the session's record."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    actor, dying = VllmEngineActor.__new__(VllmEngineActor), Dying()
-    vars(actor).update(
-        index=0, config=RolloutConfig(), _engine=dying, _agents=dying, _front=None, _sessions={}
-    )
+    dying: Any = Dying()
+    player = AgentPlayer(dying, RolloutConfig(), dying, dying, None, needs_reward=False)
     request = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5, start=EpisodeStart({}, ""))
     with pytest.raises(EngineDeadError):
-        asyncio.run(actor._play_session(request, SamplingConfig(), dying))  # type: ignore[arg-type]
+        asyncio.run(player.play(request, SamplingConfig()))
