@@ -37,8 +37,8 @@ LONG = (
 )
 
 RUNS_ALWAYS = ("test_whole_loop", "test_first_hour")
-RUNS_DRAWN = 2
-"""Files of whole runs, each a minute or two."""
+RUNS_DRAWN = 1
+"""Files of whole runs, each a minute or two of both cores."""
 
 RAY_FILES: set[Path] = set()
 """Files with a test that shares this process's Ray session."""
