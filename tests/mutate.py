@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = ("balancing", "workers", "controller", "ballast")
-QUICK = "not slow and not gpu and not soak and not alone"
+QUICK = "not slow and not gpu and not soak"
 LOADED_ONCE = ("numpy", "torch", "pytest", "hypothesis", "tensordict", "omegaconf", "transformers", "ray")
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}

@@ -1,8 +1,11 @@
 """The harness of mutants changes code and nothing else."""
 
+import re
 from pathlib import Path
 
-from tests.mutate import files_that_test, mutants_of
+import pytest
+
+from tests.mutate import QUICK, files_that_test, mutants_of
 
 SOURCE = '''"""Words: 1 < 2."""
 from x import low_end
@@ -38,3 +41,9 @@ def test_mirrored_tests_stand_where_the_file_stands() -> None:
     mirrored, others = files_that_test(Path("balancing/search/packing.py"), Path.cwd())
     assert "tests/balancing/search/test_packing.py" in mirrored
     assert not set(mirrored) & set(others)
+
+
+def test_quick_tests_are_those_without_a_marker_that_pytest_knows(pytestconfig: pytest.Config) -> None:
+    """pytest ends with code 4 at an unknown one, before any test: `make check` ran nothing."""
+    known = {line.partition(":")[0].partition("(")[0] for line in pytestconfig.getini("markers")}
+    assert set(re.findall(r"\w+", QUICK)) - {"not", "and"} <= known
