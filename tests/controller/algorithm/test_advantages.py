@@ -2,6 +2,7 @@
 out by hand.
 """
 
+import functools
 import itertools
 import statistics
 from collections.abc import Callable
@@ -71,7 +72,7 @@ def opo_by_paper(rows: list[Row], row: Row) -> float:
     )
 
 
-def pass_at_k_by_paper(rows: list[Row], row: Row, k: int = 2) -> float:
+def pass_at_k_by_paper(rows: list[Row], row: Row, k: int) -> float:
     """Every subset of k by itself."""
     group = group_of(rows, row)
     if len(group) <= k:
@@ -98,7 +99,7 @@ BY_PAPER: dict[str, Callable[[list[Row], Row], float]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline_by_paper,
     "remax": remax_by_paper,
     "opo": opo_by_paper,
-    "pass_at_k": pass_at_k_by_paper,
+    "pass_at_k": functools.partial(pass_at_k_by_paper, k=2),
     "maxrl": maxrl_by_paper,
     "none": lambda rows, row: 0.0,
 }
@@ -122,13 +123,14 @@ def test_every_estimator_has_a_reference() -> None:
 
 @pytest.mark.parametrize("name", BY_PAPER)
 @settings(max_examples=40, deadline=None)
-@given(rows=ROWS)
-def test_the_paper_row_by_row(name: str, rows: list[Row]) -> None:
+@given(rows=ROWS, k=st.integers(1, 4))
+def test_the_paper_row_by_row(name: str, rows: list[Row], k: int) -> None:
     rows = [tuple(row) for row in map(list, rows)]  # equal rows are still different sequences
-    advantages = estimate(name, batch_of(rows), k=2)
+    advantages = estimate(name, batch_of(rows), k=k)
+    by_paper = functools.partial(pass_at_k_by_paper, k=k) if name == "pass_at_k" else BY_PAPER[name]
     assert advantages.dtype == np.float64
     # Deviations near 0 make the division by them the larger part of the error.
-    np.testing.assert_allclose(advantages, [BY_PAPER[name](rows, row) for row in rows], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(advantages, [by_paper(rows, row) for row in rows], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", BY_PAPER)
