@@ -4,9 +4,10 @@ were sampled.
 
 import json
 import os
+import re
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from workers.chat_templates import variables_of
 from workers.engine.requests import STOP, Response, not_sampled
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
+from workers.episodes.history import History, SampledTurn
 from workers.errors import DataError, EpisodeError
 from workers.rendering import Messages, Renderer
 
@@ -193,6 +195,56 @@ def test_a_token_that_the_template_shows_in_part_is_encoded_anew_and_counted() -
     assert (found.branch, found.conversation.cut_tokens) == (True, 1)
     assert found.text == case.render([*ASKED, said.message(), *ANSWERS["user"]])
     assert contains(found.ids, stock.apart(tokenizer, "four😀."))
+
+
+class Characters:
+    """A tokenizer of one token a character, and `<end>`, which is an added token."""
+
+    added_tokens_decoder: ClassVar = {0: "<end>"}
+
+    def ids(self, text: str) -> np.ndarray:
+        return np.array([0 if part == "<end>" else ord(part) for part in re.findall("<end>|.", text)])
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return "".join(self.added_tokens_decoder.get(number, chr(number)) for number in ids)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "whole", "between"),
+    [
+        (0, 8, (0, 4), [(0, 1), (6, 8)]),
+        (0, 1, (0, 1), [(0, 1)]),  # an added token at the stop is outside
+        (0, 6, (0, 2), [(0, 1), (6, 6)]),
+        (1, 6, (1, 2), [(1, 1), (6, 6)]),
+        (2, 7, (2, 3), [(2, 7)]),
+        (6, 8, (2, 4), [(6, 8)]),
+    ],
+)
+def test_a_part_of_a_turn_has_whole_tokens_and_is_split_at_added_ones(
+    start: int, stop: int, whole: tuple[int, int], between: list[tuple[int, int]]
+) -> None:
+    tokenizer = Characters()
+    turn = SampledTurn(tokenizer.ids("a<end>bc"), tokenizer)
+    assert turn.tokens(start, stop) == whole
+    assert list(turn.between_added(start, stop)) == between
+
+
+@pytest.mark.parametrize("written", ["Hm", " Hm ", "H<end>m", "<end>"])
+@pytest.mark.parametrize("before", ["", "<end>:"])
+def test_a_turn_that_the_template_shows_whole_stays_one_part(written: str, before: str) -> None:
+    """With what the policy wrote before and behind the text, such as its end token, and wherever it begins."""
+    tokenizer = Characters()
+    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
+    turn = tokenizer.ids(f"{before}{written}<end>")
+    message = history.opaque({"content": written}, turn)
+    assert "H" not in message["content"]
+    added, parts = history.next_prompt(f"another Q:{before}{message['content']}<end>A:")
+    assert added == ""
+    assert [part if isinstance(part, str) else part.ids.tolist() for part in parts or ()] == [
+        "another Q:",
+        turn.tolist(),
+        "A:",
+    ]
 
 
 def test_the_page_of_templates_says_so() -> None:

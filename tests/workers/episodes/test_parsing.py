@@ -1,5 +1,6 @@
 """The policy's turn as reasoning, content and calls, by vLLM's parsers."""
 
+import logging
 import pickle
 from functools import cache
 from typing import Any
@@ -116,6 +117,17 @@ def test_a_call_that_cannot_be_read_is_told_and_logs_nothing(text: str, words: s
     assert len(turn.errors) == 1 and words in turn.errors[0] and turn.tool_calls == []
     assert turn_of("<tool_call>\n<functio\n</tool_call>", QWEN3_CODER).errors
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("exc_info", [False, True])
+def test_a_warning_of_a_parser_is_not_an_error(exc_info: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parser:
+        def parse(self, body: str, *_: Any, **__: Any) -> tuple[str, str, list[Any]]:
+            logging.getLogger("vllm.tool_parsers").warning("a schema is odd", exc_info=exc_info)
+            return "", body, []
+
+    monkeypatch.setattr(TurnParser, "_parser", lambda *_: Parser())
+    assert turn_of("12").errors == []
 
 
 def test_schemas_that_vllm_refuses_are_left_out() -> None:
