@@ -255,7 +255,9 @@ ONE = Denominators(1, 1)
 @pytest.mark.parametrize(
     ("named", "error", "use"),
     [
-        ("", DataError, lambda: Denominators(0, 0)),
+        ("", DataError, lambda: Denominators(0, 1)),
+        ("", DataError, lambda: Denominators(1, 0)),
+        ("", DataError, lambda: Denominators(1, 1, 0)),
         (
             "reference_log_probs",
             DataError,

@@ -61,6 +61,22 @@ def test_clip_cov_draws_its_share_from_the_band():
     assert not torch.equal(covariance[drawn].sort().values, band[-int(drawn.sum()) :])
 
 
+def test_the_band_is_without_its_bounds() -> None:
+    """Of four tokens: log-probs 1, -1, 1, -1 with advantages 2, -2, 0, 0 have covariances 2, 2, 0, 0."""
+    rows = [
+        {
+            "input_ids": torch.zeros(len(log_probs), dtype=torch.int64),
+            "loss_mask": torch.ones(len(log_probs), dtype=torch.bool),
+            "old_log_probs": torch.tensor(log_probs),
+        }
+        for log_probs in ([1.0], [-1.0], [1.0, -1.0])
+    ]
+    sequences = DataProto.from_list(rows, {"advantages": torch.tensor([2.0, -2.0, 0.0])})
+    for low, high, count in ((0.0, 2.0, 0), (2.0, 3.0, 0), (0.0, 3.0, 2), (-1.0, 2.0, 2)):
+        config = LossConfig("clip_cov", covariance_fraction=1.0, clip_cov_low=low, clip_cov_high=high)
+        assert int(held_back_of(sequences, config).sum()) == count
+
+
 def test_clip_cov_draws_evenly():
     """Over many batches the drawn tokens are a uniform sample of the band, by covariance and by position."""
     config = LossConfig("clip_cov", covariance_fraction=0.05, clip_cov_low=0.0, clip_cov_high=9.0)

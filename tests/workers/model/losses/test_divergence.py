@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.reference import divergence
+from workers.model.losses.distillation import as_numpy, as_tensor
 from workers.model.losses.divergence import TeacherLayer, linear_divergence, terms, top_log_probs
 from workers.model.losses.logprobs import Head, OutputLayer
 
@@ -135,3 +136,12 @@ def test_probabilities_that_round_to_zero_or_one_give_finite_gradients(kind: str
     found = linear_divergence(layer, kind, ids=ids, log_probs=log_probs)
     found.sum().backward()
     assert all(bool(each.isfinite().all()) for each in (found, hidden.grad, weight.grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_teachers_tensor_travels_as_numpy_and_comes_back(dtype: torch.dtype) -> None:
+    """Also one that was never NumPy: of a rank that is its own teacher."""
+    values = torch.tensor([1.5, -2.0], dtype=dtype)
+    for travelled in (as_numpy(values), values):
+        arrived = as_tensor(travelled, dtype)
+        assert arrived.dtype == dtype and torch.equal(arrived, values)

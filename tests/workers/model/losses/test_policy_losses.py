@@ -4,6 +4,7 @@ hand.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,3 +238,12 @@ def test_a_custom_loss_reads_old_log_probs_of_the_only_update_as_the_current_one
     assert old.tolist() == [-1.0, -2.0, -3.0] and not old.requires_grad
     assert [part["old_log_probs"].tolist() for part in predictions.sequences()] == [[-1.0, -2.0], [-3.0]]
     assert tokens_of([-1.0], old_log_probs=[-4.0])["old_log_probs"].tolist() == [-4.0]
+
+
+def test_a_custom_loss_reads_the_columns_and_objects_of_each_sequence() -> None:
+    predictions = tokens_of([-1.0, -2.0, -3.0], [2, 1], advantages=[1.0, 2.0, 3.0])
+    predictions = replace(predictions, objects={"session": ["first", "second"]})
+    parts = list(predictions.sequences())
+    assert [part["advantages"].tolist() for part in parts] == [[1.0, 2.0], [3.0]]
+    assert [part.objects["session"] for part in parts] == [["first"], ["second"]]
+    assert [(part.num_sequences, part.sequence_index.tolist()) for part in parts] == [(1, [0, 0]), (1, [0])]

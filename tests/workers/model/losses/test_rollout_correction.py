@@ -67,6 +67,15 @@ def test_sequences_are_rejected_by_their_geometric_mean_by_hand():
     assert weights_of(config)[0] == [0.0] * 4
 
 
+@pytest.mark.parametrize("rejection", ["token", "sequence"])
+def test_a_ratio_at_a_bound_is_kept(rejection: str) -> None:
+    """Of one sequence with ratio 1 and one with ratio 2."""
+    predictions = tokens_of([-9.0] * 2, [1, 1], old_log_probs=logs(1, 2), rollout_log_probs=[0.0] * 2)
+    for low, high in ((1.0, 1.5), (0.5, 1.0)):
+        config = RolloutCorrectionConfig(rejection=rejection, rejection_low=low, rejection_high=high)
+        assert correction_weights(predictions, config)[0].tolist() == [1.0, 0.0]
+
+
 def test_a_long_sequence_does_not_overflow():
     predictions = tokens_of([0.0] * 2000, old_log_probs=[1.0] * 2000, rollout_log_probs=[0.0] * 2000)
     weights, _ = correction_weights(predictions, RolloutCorrectionConfig("sequence", cap=2.0))
