@@ -1,13 +1,19 @@
 """Samples and scores, joined; references stand as names, nothing is fetched."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
-from controller.rollout.samples import RolloutBatch, assemble
+from controller.rollout.model_scores import ScoreScales
+from controller.rollout.samples import RolloutBatch, assemble, sample_numbers, taught_by
+from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
+from workers.config.loss import TeacherConfig
 from workers.engine.requests import SampleResult
 from workers.errors import RolloutError
 
@@ -64,6 +70,54 @@ def test_metrics_count_samples_drops_retries_and_the_prefix_cache() -> None:
     assert cached["rollout/prefix_cache_hits"] == 0.25
 
 
+def test_prefix_cache_hits_are_of_all_tokens_read() -> None:
+    read = [(80, 20), (20, 20)]
+    samples: list[Any] = [
+        (result("a", sample, 0, read_tokens=tokens, cached_tokens=cached), "x")
+        for sample, (tokens, cached) in enumerate(read)
+    ]
+    scores = {("a", sample): Score(0.0, "") for sample in range(len(read))}
+    assert assemble(samples, scores).metrics()["rollout/prefix_cache_hits"] == 0.4
+
+
+def test_rows_of_a_sample_have_its_number() -> None:
+    uids = np.array(["a", "a", "a", "b", "b"])
+    rows = RemoteBatch({"uid": uids, "sample": np.array([0, 0, 1, 1, 0])}, {})
+    assert sample_numbers(rows).tolist() == [0, 0, 1, 2, 3]
+    assert sample_numbers(rows.select(np.array([], np.int64))).tolist() == []
+
+
+@pytest.mark.parametrize("with_context", [False, True])
+def test_a_teacher_is_named_by_the_record_and_reads_its_own_prompt(with_context: bool) -> None:
+    batch = assembled().batch
+    teacher_ids = {"a": np.arange(7, dtype=np.int32), "b": np.arange(2, dtype=np.int32)}
+    prompts = {
+        uid: Prompt(uid, np.arange(3), {"teacher": f"teacher of {uid}"}, teacher_ids=ids)
+        for uid, ids in teacher_ids.items()
+    }
+    settings = TeacherConfig(paths={"x": "y"}, context_key="hint" if with_context else "")
+    names, read = taught_by(settings, batch, prompts)
+    assert names.tolist() == ["teacher of a", "teacher of a", "teacher of b"]
+    assert taught_by(replace(settings, paths={}), batch, prompts)[0].tolist() == ["", "", ""]
+    if not with_context:
+        assert read is batch
+        return
+    assert read["prompt_tokens"].tolist() == [7, 7, 2]
+    assert read["length"].tolist() == [8 + 4, 12 + 4, 8 - 1]
+    assert read["prompt_hash"].tolist() == [0, 0, 1]
+    assert [ids.tolist() for ids in read["teacher_prompt"]] == [
+        teacher_ids[uid].tolist() for uid in ("a", "a", "b")
+    ]
+
+
+def test_a_session_is_recorded_with_ten_times_the_texts_of_an_answer() -> None:
+    messages = [{"role": "user", "content": "q" * 1000}]
+    session = [{"messages": messages, "said": {"role": "assistant", "content": "s" * 1000}}]
+    (example,) = alone(result("a", 0, 0), Score(1.0, "r", session=session)).examples(1, lambda uid: {}, 100)
+    lengths = [len(node["said"]) + len(node["messages"][0]["content"]) for node in example["session"]]
+    assert 900 < sum(lengths) < 1100
+
+
 def test_a_round_without_any_sample_is_an_error_with_its_reason() -> None:
     with pytest.raises(RolloutError, match="too long"):
         assemble([], {}, dropped=DROPPED)
@@ -82,6 +136,27 @@ def test_a_part_of_the_reward_added_later_counts_by_its_weight_and_is_logged() -
     assert [score.parts["model"] for score in shaped.by_sample.values()] == [2.0, 0.0, -4.0]
     assert shaped.metrics()["reward/model"] == pytest.approx(-2 / 3)
     assert shaped.metrics()["reward/mean"] == pytest.approx(0.5 / 3)
+
+
+def test_scores_of_models_are_scaled_by_all_so_far() -> None:
+    config: Any = SimpleNamespace(
+        reward=SimpleNamespace(model=SimpleNamespace(named_weights={"a": 0.5, "b": 2.0}))
+    )
+    batches = {"a": ([1.0, 2.0, 6.0], [10.0, 11.0, -5.0]), "b": ([3.0, 3.0, 4.0], [0.0, 1.0, 1.0])}
+    scales = ScoreScales({})
+    for number in range(2):
+        rollout = assembled()
+        for name, scores in batches.items():
+            rollout = rollout.with_reward_part(f"model_{name}", np.array(scores[number]), weight=0.0)
+        rewards = [score.reward for score in rollout.by_sample.values()]
+        scaled = scales.normalized(config, rollout)
+        expected = np.array(rewards)
+        for name, weight in config.reward.model.named_weights.items():
+            new = np.array(batches[name][number])
+            so_far = np.concatenate(batches[name][: number + 1])
+            expected += weight * ((new - so_far.mean()) / so_far.std() - new)
+        assert [score.reward for score in scaled.by_sample.values()] == pytest.approx(expected.tolist())
+        scales = ScoreScales(scales.state)  # as from a checkpoint
 
 
 def test_a_sample_without_a_score_counts_zero_or_is_dropped() -> None:
