@@ -7,7 +7,7 @@ It imports torch and transformers first, after all checks that need neither.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -60,12 +60,13 @@ def _roles(config: TrainingConfig) -> list[Role]:
     return list({(role.model.path, role.head): role for role in reversed(roles)}.values())[::-1]
 
 
-def check_models(config: TrainingConfig) -> None:
+def check_models(config: TrainingConfig, log: Callable[[str], None] = print) -> None:
     """Check that every model can be built, and that both engines support it.
 
-    Raises ConfigError or UnsupportedModelError.
+    log: called with a line about what the run leaves out. Raises ConfigError or UnsupportedModelError.
     """
     policy = _model(config, Role("model.path", config.model, config.head))
+    _note_modules_without_adapter(config, policy, log)
     _check_ends(config, policy)
     if config.head == "value":
         _check_pad_token(config)
@@ -124,6 +125,19 @@ def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
         text = str(error).replace(f"model.path={files.folder}", f"{role.key}={role.model.path}", 1)
         raise type(error)(text) from error
     return packed.model
+
+
+def _note_modules_without_adapter(
+    config: TrainingConfig, policy: "PreTrainedModel", log: Callable[[str], None]
+) -> None:
+    from workers.model.checkpoint.lora import modules_left_out
+
+    lora = config.model.lora
+    if lora.rank and (names := modules_left_out(policy, lora)):
+        log(
+            f"note: model.lora.target_modules={lora.target_modules} leaves out {', '.join(names)}: peft adds no "
+            f"adapter to these modules of a {policy.config.model_type} model"
+        )
 
 
 def _vocabulary(model: "PreTrainedModel") -> int:

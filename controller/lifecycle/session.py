@@ -117,7 +117,7 @@ def ready(config: TrainingConfig, read: Callable[[Log], Found]) -> tuple[Found, 
         check_machine(config, dry_run=False)
         check_cluster(config)
     with problems.collecting(), console.waiting("the models"):
-        check_models(config)
+        check_models(config, console.note)
     problems.raise_all()  # reading the data may take minutes
     with console.waiting("the data"):
         return read(console.note), console

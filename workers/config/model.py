@@ -12,6 +12,8 @@ RECOMPUTED = {"none": 0.0, "selective": 0.3, ATTENTION_KEPT: 0.8, "full": 1.0, "
 """Share of a layer's forward pass that its backward pass computes again."""
 CUDA_KERNELS = ("varlen", "flash3", "flash")
 """Values of `model.attention` that are kernels of CUDA devices."""
+ALL_LINEAR = "all-linear"
+"""The value of `model.lora.target_modules` that names every linear module of the decoder."""
 
 
 @dataclass
@@ -23,7 +25,7 @@ class LoraConfig:
     rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
     target_modules: str = setting(
-        "all-linear",
+        ALL_LINEAR,
         "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. "
         "`all-linear` is every linear module except the output layer.",
     )

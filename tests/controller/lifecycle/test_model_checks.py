@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from controller.fit import main
 from controller.lifecycle.model_checks import CPU_HEAD_SIZES, KV_BLOCK_TOKENS
 from controller.preflight.engine_checks import COLDEST
+from tests.benchmarks.families.shrinking import tiny_config
 from tests.controller.config_workspace import MODEL, check_everything, refusal, write_model
 from tests.controller.tokenizer_file import END
 from tests.controller.weight_files import qwen2_weights, write_weight_file
@@ -248,6 +249,26 @@ def test_a_model_that_the_settings_can_train_is_accepted(
     if changes:
         changed(**changes)
     check_everything(*overrides)
+
+
+HYBRIDS = {
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "olmo_hybrid"), ""),
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), "out_proj"),
+    **dict.fromkeys(("kimi_linear", "qwen3_5_text"), ""),
+    "qwen3_next": "down_proj, gate_proj, up_proj",
+}
+"""Families with states, and the modules that `all-linear` leaves out."""
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_dry_run_of_a_hybrid_names_what_all_linear_leaves_out(
+    workspace: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    AutoModelForCausalLM.from_config(tiny_config(family)).save_pretrained("model")
+    assert main(["--config", "config.yaml", "--dry-run", LORA]) == 0
+    note = f"target_modules=all-linear leaves out {HYBRIDS[family]}:"
+    assert (note in capsys.readouterr().out) == bool(HYBRIDS[family])
 
 
 def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:

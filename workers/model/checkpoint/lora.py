@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from workers.config.model import ALL_LINEAR
 from workers.config.roles import LoraConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.checkpoint.checkpoint_weights import Shard
@@ -32,7 +33,6 @@ from workers.model.rules.model_rules import WITHOUT_LINEAR
 from workers.model.sharding.parallel import full_tensor
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
-ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -133,14 +133,15 @@ def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
     return weight + (b @ a) * layer.scaling[ADAPTER]
 
 
+def modules_left_out(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the names of linear modules that `all-linear` gives no adapter, because peft cannot."""
+    if config.target_modules != ALL_LINEAR:
+        return []
+    return sorted(name for name in _linear_names(model) if not _takes_adapter(model, name))
+
+
 def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
-    # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
-    head = model.get_output_embeddings()
-    linear_names = {
-        name.rpartition(".")[2]
-        for name, module in decoder_of(model).named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
+    linear_names = {name for name in _linear_names(model) if _takes_adapter(model, name)}
     if not linear_names:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
@@ -153,6 +154,35 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
                 f"that takes an adapter. It has {', '.join(sorted(linear_names))}."
             )
     return names
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
+    head = model.get_output_embeddings()
+    return {
+        name.rpartition(".")[2]
+        for name, module in decoder_of(model).named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
+    """Return whether peft adapts the linear modules called `name`, and nothing else.
+
+    It refuses those whose weight a Mamba kernel reads. In families with experts it takes `gate_proj` of a
+    shared expert or a dense layer for the fused experts', here and when it reads the adapters.
+    """
+    import peft
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    settings = peft.LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(settings, model, None)
+        _check_lora_target_modules_mamba(settings, model, name)
+    except ValueError:
+        return False
+    return name in (settings.target_modules or ())
 
 
 def _outside_decoder(model: PreTrainedModel, names: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.benchmarks.families.shrinking import tiny_config as family_config
 from tests.refusals import refused
 from tests.workers.model.checkpoint.test_checkpoint import saved_at, train
 from tests.workers.model.cpu_engine import assert_same, build_engine, weights
@@ -20,7 +21,7 @@ from tests.workers.model.tiny import (
 )
 from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.errors import CheckpointError, OutputError
-from workers.model.checkpoint.lora import add_adapters
+from workers.model.checkpoint.lora import add_adapters, modules_left_out
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.sharding.parallel import full_tensor
@@ -179,6 +180,39 @@ def test_target_modules_are_those_named(model):
         if p.requires_grad
     }
     assert names == {"q_proj", "v_proj"}
+
+
+def linear_names(model: torch.nn.Module) -> set[str]:
+    """Names of the decoder's linear modules, by the last part."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return {name.rpartition(".")[2] for name in modules if not name.startswith("lm_head")}
+
+
+FUSED_EXPERTS = ("down_proj", "gate_proj", "up_proj")
+LEFT_OUT = {
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
+    **dict.fromkeys(("deepseek_v3", "ernie4_5_moe", "glm4_moe", "qwen3_next"), FUSED_EXPERTS),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), ()),
+    **dict.fromkeys(("gemma3_text", "gpt_oss", "olmo_hybrid", "qwen2_moe", "qwen3_5_text", "qwen3_moe"), ()),
+}
+"""Linear modules of a family that peft refuses, or takes for its experts'."""
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_all_linear_modules_get_an_adapter_but_those_that_peft_cannot_adapt(family):
+    policy = AutoModelForCausalLM.from_config(family_config(family))
+    expected = linear_names(policy) - set(LEFT_OUT[family])
+    assert tuple(modules_left_out(policy, LORA)) == LEFT_OUT[family]
+    add_adapters(policy, LORA)
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == expected
+
+
+@pytest.mark.parametrize(("family", "module"), [("nemotron_h", "out_proj"), ("qwen3_next", "gate_proj")])
+def test_a_module_that_peft_cannot_adapt_is_refused_by_name(family, module):
+    policy = AutoModelForCausalLM.from_config(family_config(family))
+    with refused(f"no linear module {module!r} that takes an adapter"):
+        add_adapters(policy, LoraConfig(rank=2, target_modules=f"q_proj,{module}"))
 
 
 def test_adapters_compute_in_bfloat16_and_are_kept_in_float32(model):
