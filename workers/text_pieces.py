@@ -1,11 +1,12 @@
-"""Ids of a text that continues others.
+"""Ids of a text that continues others, and the text of such ids.
 
 Some tokenizers put a blank before every text: Metaspace, the normalizer Prepend, bytes with add_prefix_space.
 Behind other tokens the whole text has none there. Such a text is encoded behind a short one, whose ids are
 then cut off.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 BLANKS = ("▁", "Ġ")
@@ -19,6 +20,16 @@ def puts_blank(tokenizer: Any) -> bool:
     """Whether a text begins with a blank that it does not hold."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith(BLANKS)
+
+
+def decode_behind(tokenizer: Any, ids: Sequence[int], last: int | None) -> str:
+    """Return the text of ids that follow the id `last`. Many tokenizers drop a blank from the first id
+    decoded.
+    """
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    before = str(decode([last])) if last is not None else ""
+    text = str(decode([*([] if last is None else [last]), *ids]))
+    return text.removeprefix(before) if text.startswith(before) else str(decode(list(ids)))
 
 
 def find_anchor(tokenizer: Any, encode: Encode, text: str, last: int) -> tuple[str, int] | None:

@@ -69,6 +69,7 @@ class Conversation:
         self._history: History | None = None
         self._images = list(images)
         self._pixels = pixels
+        self._last: int | None = None  # id before the next turn
         self.transcript: Messages = list(self._messages or ())
         self.refused = False
 
@@ -86,6 +87,7 @@ class Conversation:
             self._renderer.check_shown(self._messages, WHERE, **self._options, add_generation_prompt=True)
             prompt = self._encode([self._render(self._messages)], self._images)
         if self._rewrites:
+            self._last = int(prompt.ids[-1])
             self._history = History(self._tokenizer, self._render(self._messages), prompt)
         return prompt
 
@@ -136,7 +138,7 @@ class Conversation:
         """
         if self._history is None or self.refused or self._messages is None:
             return None
-        messages = [*self._messages, self._history.opaque(message, ids)]
+        messages = [*self._messages, self._history.opaque(message, ids, self._last)]
         try:
             rendered = self._render([*messages, *following])
             self.refused = not _shows(self._render, messages, following)
@@ -182,6 +184,7 @@ class Conversation:
             raise EpisodeError(
                 f"the chat template shows {len(images) - len(rest_images)} of {len(images)} images"
             )
+        self._last = last
         return joined(responses)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:

@@ -11,6 +11,7 @@ The template never reads what the policy wrote, so nothing in it can be mistaken
 tokens such as `</think>` stay in place, for templates that look for them.
 """
 
+import os
 import re
 import uuid
 from bisect import bisect_left
@@ -22,14 +23,18 @@ from typing import Any
 import numpy as np
 
 from workers.engine.requests import Response, not_sampled
+from workers.text_pieces import decode_behind
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates look for a message's thoughts."""
 
 
 class SampledTurn:
-    def __init__(self, ids: np.ndarray, tokenizer: Any) -> None:
+    """The ids of a turn, and their text behind the id `last`."""
+
+    def __init__(self, ids: np.ndarray, tokenizer: Any, last: int | None = None) -> None:
         self.ids = ids
+        self._last = last
         self._tokenizer = tokenizer
         self._places = dict[int, int]()
 
@@ -38,7 +43,7 @@ class SampledTurn:
         return self._until(len(self.ids))
 
     def _until(self, token: int) -> str:
-        return str(self._tokenizer.decode(self.ids[:token].tolist(), clean_up_tokenization_spaces=False))
+        return decode_behind(self._tokenizer, self.ids[:token].tolist(), self._last)
 
     def place(self, token: int) -> int:
         """Return the index in the text at which a token begins. Tokens of one character begin together."""
@@ -79,6 +84,16 @@ class Block:
     def stop(self) -> int:
         return self.start + self.length
 
+    def with_space_ahead(self, rendered: str, text: str, low: int) -> "Block":
+        """Return the block with the white space ahead that both texts have, down to rendered[low]: tokens
+        begin with it.
+        """
+        most = max(0, min(self.start - low, self.at))
+        ahead = rendered[self.start - most : self.start]
+        same = len(os.path.commonprefix([ahead[::-1], text[self.at - most : self.at][::-1]]))  # noqa: RUF071
+        space = min(same, len(ahead) - len(ahead.rstrip()))
+        return Block(self.turn, self.start - space, self.at - space, self.length + space)
+
     def precedes(self, other: "Block", rendered: str, text: str) -> bool:
         """Return whether the same stands between both in the rendered text as in the turn's."""
         same_distance = other.at - self.at == other.start - self.start
@@ -103,11 +118,11 @@ class History:
         self._mark = f"sampled {uuid.uuid4().hex}"
         self._shown: dict[str, tuple[int, int, int]] = {}  # turn, start and stop of a stand-in's text
 
-    def opaque(self, message: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
-        """Add a turn. Returns its message with stand-ins for texts, between their first and last
-        white space.
+    def opaque(self, message: dict[str, Any], ids: np.ndarray, last: int | None = None) -> dict[str, Any]:
+        """Add a turn, behind the id `last`. Returns its message with stand-ins for texts, between their first
+        and last white space.
         """
-        self.turns.append(turn := SampledTurn(ids, self.tokenizer))
+        self.turns.append(turn := SampledTurn(ids, self.tokenizer, last))
         self.row += turn.text
         message = dict(message)
         behind = 0
@@ -171,7 +186,9 @@ class History:
         """
         low = 0
         for number, turn in enumerate(self.turns):
-            turn_blocks = [block for block in blocks if block.turn == number]
+            turn_blocks = [
+                block.with_space_ahead(text, turn.text, low) for block in blocks if block.turn == number
+            ]
             high = next((block.start for block in blocks if block.turn > number), len(text))
             if not turn_blocks:
                 start = text.find(turn.text, low, high)

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, normalizers
 
 from controller.offline.tokenized import Example, example_row, scored_row
+from tests.workers.tokenizer_schemes import SCHEMES, make_tokenizer
 from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import Asked
 from workers.engine.requests import Response, not_sampled
@@ -18,10 +18,8 @@ from workers.episodes.conversation import Conversation
 from workers.errors import DataError
 from workers.rendering import Renderer
 
-KINDS = ["prepended", "first", "always", "never", "bytes", "bytes without a blank"]
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 LLAMA_2 = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
     "{% elif m.role == 'tool' %}{{ bos_token + '[TOOL] ' + m.content + ' [/TOOL]' }}"
     "{% else %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
 )
@@ -32,48 +30,54 @@ PLAIN_TEXT = (
 TEMPLATES = {"special tokens between turns": LLAMA_2, "text between turns": PLAIN_TEXT}
 
 
-def tokenizer(kind: str, template: str | None = None) -> Any:
-    blank, line = ("Ġ", "Ċ") if "bytes" in kind else ("▁", "<0x0A>")
-    letters = (
-        sorted(pre_tokenizers.ByteLevel.alphabet()) if "bytes" in kind else list(map(chr, range(33, 127)))
-    )
-    single = [] if "bytes" in kind else ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), blank]
-    merges = [(blank, "t"), ("t", "w"), (f"{blank}t", "w"), ("tw", "o"), (blank, "[")]
-    vocabulary = dict.fromkeys([*single, *letters, *("".join(pair) for pair in merges)])
-    numbered = {token: number for number, token in enumerate(vocabulary)}
-    assert line in numbered
-    bytewise = {} if "bytes" in kind else {"byte_fallback": True, "unk_token": "<unk>"}
-    made = Tokenizer(models.BPE(numbered, merges, **bytewise))
-    if kind == "prepended":  # Llama 2 and the first Mistral
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(blank), normalizers.Replace(" ", blank)])
-    elif "bytes" in kind:
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes")
-    else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(blank, kind, split=False)
-    made.decoder = decoders.ByteLevel() if "bytes" in kind else decoders.Metaspace(blank, "never")
-    made.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL.values()])
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
-    fast.chat_template = template
-    return fast
+ANSWER = "{{ m.content.split('</think>')[-1] + eos_token"
+DROPPING = {
+    "behind a special token": "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWER + " }}"
+    "{% else %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' + eos_token }}{% endif %}{% endfor %}",
+    "behind text": "{% for m in messages %}{% if m.role == 'assistant' %}" + ANSWER + " + '\n' }}"
+    "{% else %}{{ '## ' + m.content + '\n' }}{% endif %}{% endfor %}",
+}
+"""Templates that drop the thoughts of earlier turns."""
+
+
+class Played:
+    """An episode, whose turns are parsed as text. ids: of the current row."""
+
+    def __init__(self, tokens: Any, messages: list[dict[str, Any]], rewrites: bool) -> None:
+        renderer = Renderer(tokens)
+        prompt = renderer.prompt_ids(messages, "record 1")
+        self.conversation = Conversation(renderer, messages, rewrites=rewrites)
+        self.ids: list[int] = self.conversation.opened(not_sampled(prompt), "").ids.tolist()
+
+    def observe(self, sampled: list[int], observation: dict[str, Any]) -> bool:
+        """Return whether a new row begins."""
+        ids = np.array(sampled, np.int32)
+        zeros = np.zeros(len(ids))
+        stopped = sampled[-1] != self.conversation._tokenizer.eos_token_id
+        turn = Response(ids, zeros.astype(np.float32), zeros.astype(np.int32), stop_string=stopped)
+        said = self.conversation.turn(ids, finished=True)
+        following, branch = self.conversation.observed(turn, said, [observation])
+        self.ids = [*self.ids, *sampled, *following.ids.tolist()] if branch is None else branch.ids.tolist()
+        return branch is not None
 
 
 def encoded(tokens: Any, text: str) -> list[int]:
     return list(tokens(text, add_special_tokens=False)["input_ids"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("prompt", ["one", "one:\n", "one</s>", "one </s>\n"])
 @pytest.mark.parametrize("response", ["2", "two", " two", "\ntwo", "  ", "é\n\n", "</s>two"])
-def test_a_response_has_the_ids_of_the_whole_text(kind: str, prompt: str, response: str) -> None:
-    tokens = tokenizer(kind)
+def test_a_response_has_the_ids_of_the_whole_text(scheme: str, prompt: str, response: str) -> None:
+    tokens = make_tokenizer(scheme)
     row = example_row(Renderer(tokens), Example(prompt, response), "record 1")
     assert row["input_ids"].tolist() == encoded(tokens, f"{prompt}{response}</s>")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("prompt", ["one:", "one</s>"])
-def test_steps_end_at_their_own_last_tokens(kind: str, prompt: str) -> None:
-    tokens = tokenizer(kind)
+def test_steps_end_at_their_own_last_tokens(scheme: str, prompt: str) -> None:
+    tokens = make_tokenizer(scheme)
     example = Example(prompt, "two\n4\ntwo", steps=((3, 1.0), (5, 0.0), (9, 1.0)))
     row = scored_row(Renderer(tokens), example, "record 1")
     places = np.flatnonzero(row["loss_mask"])[:2]
@@ -82,52 +86,84 @@ def test_steps_end_at_their_own_last_tokens(kind: str, prompt: str) -> None:
     assert len(ids) == len(encoded(tokens, f"{prompt}two\n4\ntwo</s>"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("begins", "ends"), [(True, False), (False, True), (True, True)])
+def test_special_tokens_stand_around_the_text_alone(scheme: str, begins: bool, ends: bool) -> None:
+    tokens = make_tokenizer(scheme, begins=begins, ends=ends)
+    row = example_row(Renderer(tokens), Example("one:", "two 2\n"), "record 1")
+    text = f"{'<s>' if begins else ''}one:two 2\n</s>"
+    opening = encoded(tokens, "<s>") if begins else []
+    assert row["input_ids"].tolist() == opening + encoded(tokens, text.removeprefix("<s>"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("rewrites", [False, True], ids=["keep", "template"])
 def test_turns_and_observations_have_the_ids_of_the_whole_conversation(
-    kind: str, template: str, role: str
+    scheme: str, template: str, role: str, rewrites: bool
 ) -> None:
-    tokens = tokenizer(kind, template)
-    renderer = Renderer(tokens)
+    tokens = make_tokenizer(scheme, template)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
-    prompt = renderer.prompt_ids(messages, "record 1")
-    conversation = Conversation(renderer, messages)
-    ids = conversation.opened(not_sampled(prompt), "").ids.tolist()
-    for number in range(2):
+    played = Played(tokens, messages, rewrites)
+    for number in range(3):
         messages = [*messages, {"role": "assistant", "content": "two"}]
         end = "</s>" if template is LLAMA_2 else ""
         said = f" two {end}" if template is LLAMA_2 else "two"
         text = tokens.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        sampled = encoded(tokens, text + said)[len(ids) :]
-        turn = Response(
-            np.array(sampled, np.int32),
-            np.zeros(len(sampled), np.float32),
-            np.zeros(len(sampled), np.int32),
-            stop_string=not end,
-        )
+        sampled = encoded(tokens, text + said)[len(played.ids) :]
         observation = {"role": role, "content": f"two {number}"}
-        following, branch = conversation.observed(
-            turn, conversation.turn(turn.ids, finished=True), [observation]
-        )
-        assert branch is None
+        assert not played.observe(sampled, observation)
         messages = [*messages, observation]
-        ids += [*sampled, *following.ids.tolist()]
         whole = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert ids == encoded(tokens, whole)
+        assert played.ids == encoded(tokens, whole)
+        assert tokens.unk_token_id not in played.ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_behind_a_text_has_the_ids_of_both(kind: str) -> None:
-    tokens = tokenizer(kind)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("template", DROPPING.values(), ids=DROPPING)
+@pytest.mark.parametrize("letters", [False, True])
+def test_a_new_row_has_the_ids_of_the_rendered_text_and_of_what_was_sampled(
+    scheme: str, template: str, letters: bool
+) -> None:
+    tokens = make_tokenizer(scheme, template, thinks=True)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
+    played = Played(tokens, messages, rewrites=True)
+    for number in range(3):
+        prompt = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before = encoded(tokens, prompt)
+        sampled = encoded(tokens, f"{prompt}<think>[ 2</think> two tt</s>")[len(before) :]
+        sampled = spelled(tokens, sampled) if letters else sampled
+        assert played.observe(sampled, {"role": "user", "content": f"two {number}"})
+        messages = [*messages, {"role": "assistant", "content": " two tt"}]
+        messages = [*messages, {"role": "user", "content": f"two {number}"}]
+        answer = sampled[1 + sampled.index(encoded(tokens, "</think>")[0]) :]
+        assert str(answer)[1:-1] in str(played.ids)
+        assert played.conversation.cut_tokens == 0
+        whole = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if scheme != "prepend":  # its ids behind a special token show a blank that the text lacks
+            assert tokens.decode(played.ids) == tokens.decode(encoded(tokens, whole))
+
+
+def spelled(tokens: Any, ids: list[int]) -> list[int]:
+    """Write `two` in letters, as a policy may."""
+    names = [
+        letter for name in tokens.convert_ids_to_tokens(ids) for letter in (name if "tw" in name else [name])
+    ]
+    return list(tokens.convert_tokens_to_ids(names))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_text_behind_a_text_has_the_ids_of_both(scheme: str) -> None:
+    tokens = make_tokenizer(scheme)
     conversation = Conversation(Renderer(tokens), "one:")
     prompt = not_sampled(np.array(encoded(tokens, "one:"), np.int32))
     assert conversation.opened(prompt, "two").ids.tolist() == encoded(tokens, "one:two")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_completion_behind_a_turn_has_the_ids_of_the_whole_text(kind: str) -> None:
-    tokens = tokenizer(kind)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_completion_behind_a_turn_has_the_ids_of_the_whole_text(scheme: str) -> None:
+    tokens = make_tokenizer(scheme)
     before = not_sampled(np.array(encoded(tokens, "one:two"), np.int32))
     session = Mock(find_text=lambda prompt: Asked([], parent=Mock(), text=prompt.removeprefix("one:two")))
     session.whole = lambda parent: before
@@ -136,7 +172,7 @@ def test_a_completion_behind_a_turn_has_the_ids_of_the_whole_text(kind: str) -> 
 
 
 def test_a_tokenizer_that_joins_everything_is_refused_by_name() -> None:
-    tokens = tokenizer("first")
+    tokens = make_tokenizer("first")
     tokens.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[.0a<\n]"), "t")])
     with pytest.raises(DataError, match=r"model\.path"):
         Renderer(tokens).ids_behind("wo", encoded(tokens, "one")[-1], "record 1")
