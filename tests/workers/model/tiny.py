@@ -19,6 +19,20 @@ from transformers import (
 from workers.batch.dataproto import DataProto
 
 VOCABULARY = 37
+LATENT_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2 windowed": (
@@ -59,6 +73,11 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "gpt_oss": (
         transformers.GptOssConfig,
         {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        # The last two stand in the real config.json: transformers does not read them, and vLLM needs them.
+        LATENT_ATTENTION | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
 }
 """Windows and soft-capping are small enough that one that is left out moves the log-probs of these tests."""

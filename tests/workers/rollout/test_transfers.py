@@ -31,11 +31,18 @@ from workers.model.engine import TrainingEngine
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
 BUFFER_BYTES = 100_000  # several a model
 CHANGE = 0.01  # deviation of what is added to weights, whose own is 0.2
-BY_DEFAULT = [("qwen2", "apart"), ("qwen2", "colocated"), ("olmoe", "shared_memory"), ("gemma2", "colocated")]
+BY_DEFAULT = [
+    ("qwen2", "apart"),
+    ("qwen2", "colocated"),
+    ("olmoe", "shared_memory"),
+    ("gemma2", "colocated"),
+    ("deepseek_v3", "shared_memory"),
+]
 UNTIED = (
     "olmoe",
     "gpt_oss",
     "gemma3",
+    "deepseek_v3",
 )  # vLLM does not tie the first two; a tied Gemma 3 without training only repeats itself
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -44,6 +51,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 """What vLLM's kernels for CPUs take."""
+LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""The only latents that they take."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,7 @@ def save_model(folder: Any, family: str, **overrides: object) -> str:
     """A model that vLLM takes on a CPU, with tied embeddings unless its family is one of UNTIED."""
     sizes = SIZES | ({"head_dim": 32} if "head_dim" in FAMILIES[family][1] else {})
     sizes |= {name: 64 for name in FAMILIES[family][1] if name.endswith("intermediate_size")}
+    sizes |= LATENT_SIZES if "kv_lora_rank" in FAMILIES[family][1] else {}
     sizes |= {"tie_word_embeddings": family not in UNTIED}
     return save_tiny_model(folder, family, **(sizes | overrides))
 

@@ -57,10 +57,11 @@ def random_model(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedM
 
 
 def gradient_tolerance(name: str, model: PreTrainedModel, tolerance: float) -> float:
-    """Gemma computes its norms in float32, and so the gradients of their weights, whatever the type of the
-    model.
+    """Whatever the type of the model, Gemma computes its norms in float32, and so the gradients of their
+    weights. DeepSeek computes its routers in float32, and so the gradients of what is below them.
     """
-    in_float32 = model.config.model_type.startswith("gemma") and name.endswith("norm.weight")
+    of_gemma = model.config.model_type.startswith("gemma") and name.endswith("norm.weight")
+    in_float32 = of_gemma or hasattr(model.config, "kv_lora_rank")
     return max(tolerance, 1e-6) if in_float32 else tolerance
 
 
