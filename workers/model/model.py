@@ -321,6 +321,7 @@ def _filled_without_numbers(
     skeleton: PreTrainedModel, dtype: torch.dtype, shapes: Shapes
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    path = skeleton.config.name_or_path
     loaded: tuple[PreTrainedModel, dict[str, Any]] = type(skeleton).from_pretrained(
         None,
         config=skeleton.config,
@@ -330,6 +331,7 @@ def _filled_without_numbers(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
+    loaded[0].config.name_or_path = path  # transformers sets None
     return loaded
 
 

@@ -219,7 +219,9 @@ def test_a_model_that_the_settings_cannot_train_is_refused(
 ) -> None:
     if changes:
         changed(**changes)
-    assert named in refusal(*overrides)
+    text = refusal(*overrides)
+    assert named in text
+    assert "model.path=None" not in text
 
 
 @pytest.mark.parametrize(
