@@ -41,12 +41,14 @@ from workers.config.roles import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
+from workers.model.attention.selected_attention import NO_MASK, find_indexers, select_by_segment
 from workers.model.losses.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
 from workers.model.optimizer.optimizer import is_vector
 from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import (
     IMAGES_SEE_AHEAD,
     KERNEL_FEATURES,
+    SELECTION,
     final_softcap,
     logit_factor,
     required_features,
@@ -144,6 +146,11 @@ class PackedModel(nn.Module):
         """Return the layers of a trained tower."""
         return self.vision.blocks if self.vision and self.vision.trains else []
 
+    @property
+    def indexers(self) -> list[nn.Module]:
+        """Return the parts that select tokens. They are frozen, because selection has no gradient."""
+        return find_indexers(self.model) if SELECTION in self.required_features else []
+
     def set_trained(self, trained: bool, train_vision: bool) -> None:
         """Choose the parameters that have gradients, in place. Adapters choose theirs later."""
         self.requires_grad_(trained)
@@ -151,6 +158,11 @@ class PackedModel(nn.Module):
             self.vision.trains = trained and train_vision
         for parameter in self.frozen_tower:
             parameter.requires_grad_(False)
+        indexers = self.indexers
+        for indexer in indexers:
+            indexer.requires_grad_(False)
+        if trained and indexers:
+            log.info("%s: its %d indexers are frozen: selection has no gradient", self.name, len(indexers))
 
     def place_tower(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move a frozen tower to `device`, in the dtype of the computation."""
@@ -172,6 +184,8 @@ class PackedModel(nn.Module):
             arguments["attention_mask"] = rows.attention_mask
         else:
             arguments["packed_attention"] = rows.attention
+            if SELECTION in self.required_features:
+                arguments["attention_mask"] = NO_MASK
         read: dict[str, Any] = {"input_ids": rows.input_ids}
         if passing is not None and passing.received is not None:
             read = {"inputs_embeds": passing.received}
@@ -369,6 +383,8 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
         _use_packed_attention(packed)
         check_mixers(packed.layers, model.config)
         split_by_segment(packed.layers)
+        if SELECTION in packed.required_features:
+            select_by_segment(packed.layers, packed.name)
     else:
         _use_own_attention(packed, config.attention)
     # Dropout is never active: the trained policy must be the sampled policy.

@@ -39,9 +39,12 @@ from workers.model.sharding.stage_layers import Passing
 from workers.model.value_head import HEAD, PackedValueModel
 
 LENGTH = re.compile(
-    r"(window(_size)?|attention_chunk_size|floor(_scale)?|local_attention|original_max_position_embeddings)$"
+    r"(window(_size)?|attention_chunk_size|floor(_scale)?|local_attention|original_max_position_embeddings"
+    r"|index_topk)$"
 )
-"""Names, in configurations and modules, of lengths beyond which a model computes something else."""
+"""Names, in configurations and modules, of lengths beyond which a model computes something else. Beyond
+`index_topk` it selects tokens.
+"""
 SHORT = 8  # these lengths, in tokens, for the probe
 
 GRADIENT_TOLERANCE = 1e-2
@@ -50,7 +53,8 @@ GRADIENT_TOLERANCE = 1e-2
 """
 TIMES_ROUNDING, HALF_TOLERANCE, HALF_GRADIENT = 4.0, 2e-2, 1e-1
 """Limits in half precision: a multiple of the change by rounding activations in the model's own pass, and an
-absolute difference that is always allowed, since kernels sum in another order.
+absolute difference that is always allowed, since kernels sum in another order. Rounding in the own pass also
+moves which tokens an indexer selects, so the limit includes these jumps.
 """
 
 CPU = torch.device("cpu")
@@ -269,7 +273,8 @@ def _raise_if_different(
     """Raise UnsupportedModelError if a difference exceeds rounding in the engine's dtype.
 
     In float32 the largest difference of a token counts. In half precision the mean counts, since rounding may
-    send single tokens to another expert. settings: the engine's for the probe. shared_from: of `RowLayout`.
+    send single tokens to another expert, or let an indexer select another token. settings: the engine's for
+    the probe. shared_from: of `RowLayout`.
     """
     is_half = probe.dtype not in (torch.float32, torch.float64)
     dtype = str(probe.dtype).removeprefix("torch.")

@@ -35,7 +35,8 @@ change:
 | state | ranks that share a sequence do not pass on a state. `policy.parallel.context_parallel=1` |
 | windows, caps or sinks | ring attention is causal only. `policy.parallel.context_parallel_method=ulysses` |
 | `chunked_attention`, `linear_attention`, `hybrid` ... | these layers cannot be packed. `model.layout=padded` |
-| `indexed_attention`, `index_topk` ... | attention to selected tokens, which the rest of the batch changes |
+| selection | `index_topk` tokens are selected from a whole sequence. `policy.parallel.context_parallel=1` |
+| `compress_rates`, `indexer_budget` ... | attention to selected blocks of tokens, which the rest of the row changes |
 | differs | measured when the model was loaded |
 
 Any other model is measured in the same way when it is loaded ([failures](failures.md)): it trains exactly, or is
@@ -80,6 +81,7 @@ SHORT = {
     "from the model's own forward pass": "differs",
     "ring attention is causal only": "windows, caps or sinks",
     "carries a state from token to token, which": "state",
+    "selects tokens (index_topk)": "selection",
     "carries a state from token to token by": "state in no module of its own",
     "the update brought nothing for": "vLLM does not replace its weights",
     "share parameters": "layers share parameters",

@@ -157,6 +157,21 @@ GPU = "resources.device=cuda"
 LORA = "model.lora.rank=4"
 SEQUENCE = 2 * 4 * 128 * 4 * 96 / 2**30
 """GiB: keys and values, 4 layers, 2 x 64 wide, float32, of 96 tokens."""
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 8,
+}
+SPARSE = LATENT | {"model_type": "glm_moe_dsa", "index_topk": 16, "index_n_heads": 4, "index_head_dim": 64}
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}
 
 
@@ -179,7 +194,11 @@ def write_model_weights() -> None:
     ("changes", "overrides", "named"),
     [
         ({"attention_soft_cap": 5.0}, (), "attention_soft_cap"),
-        ({"index_topk": 2048}, ("model.layout=padded",), "index_topk"),
+        ({"index_topk": 2048}, (), "index_topk"),
+        ({"compress_rates": {"a": 4}}, ("model.layout=padded",), "compress_rates"),
+        (SPARSE, ("policy.parallel.context_parallel=2",), "policy.parallel.context_parallel=2"),
+        (SPARSE, ("policy.parallel.pipeline_parallel=2",), "policy.parallel.pipeline_parallel=2"),
+        (SPARSE, ("model.share_prefixes=always",), "share_prefixes=always"),
         ({"is_encoder_decoder": True}, (), "model.layout=padded"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, (), "rope_type=dynamic"),
         ({"use_bidirectional_attention": True}, (), "use_bidirectional_attention"),
@@ -239,6 +258,9 @@ def test_a_model_that_the_settings_cannot_train_is_refused(
         ({"auto_map": {"AutoModel": "own.Model"}}, ()),
         ({"architectures": ["Qwen2ForCausalLM"]}, ()),
         (MIXTURE, EXPERTS),
+        (SPARSE, (GPU,)),
+        (SPARSE | {"model_type": "deepseek_v32"}, (GPU, "policy.parallel.pipeline_parallel=2")),
+        (SPARSE, (GPU, LORA, "model.lora.target_modules=q_b_proj")),
         ({}, (LORA, "model.lora.target_modules=q_proj, down_proj")),
         ({}, (LORA,)),
         ({}, (f"rollout.cpu_kv_cache_gib={SEQUENCE}",)),

@@ -52,6 +52,11 @@ def moe(family: str = "qwen3_moe", **settings: Any) -> Case:
     return Case(family, **{"tied": False} | settings)
 
 
+def selecting(family: str, **settings: Any) -> Case:
+    """Attention to selected tokens, in dense layers."""
+    return Case(family, tied=False, sizes=(("first_k_dense_replace", 2),), **settings)
+
+
 def adapted(**settings: Any) -> Case:
     """Rank 3 over 2 and 4 ranks: shards of unequal size, and on the last of 4 none."""
     return Case(lora=(("rank", 3), ("alpha", 6.0)), **settings)
@@ -117,6 +122,8 @@ CASES: dict[str, list[Case]] = {
         critic(),
         adapted(),
         scored("process"),
+        selecting("glm_moe_dsa", gradient_checkpointing="selective"),
+        selecting("deepseek_v32", lora=(("rank", 2), ("target_modules", "q_b_proj"))),
     ],
     "dp 4": [PADDED, SHARED_IN_CALLS, adapted()],
     "dp 4, copies 2": [GATHERED, SHARED],
@@ -173,6 +180,7 @@ CASES: dict[str, list[Case]] = {
         critic(layers=3),
         adapted(layers=3, gradient_checkpointing="selective"),
         scored("regression", layers=3),
+        selecting("deepseek_v32"),
     ],
     "pp 4": [replace(DEEP, calls=2), qwen3(layers=8)],
     "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],

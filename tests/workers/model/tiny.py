@@ -33,6 +33,7 @@ LATENT_ATTENTION: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+SELECTED_TOKENS = {"index_topk": 4, "index_n_heads": 8, "index_head_dim": 16}
 FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2 windowed": (
@@ -78,6 +79,11 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.DeepseekV3Config,
         # The last two stand in the real config.json: transformers does not read them, and vLLM needs them.
         LATENT_ATTENTION | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "deepseek_v32": (transformers.DeepseekV32Config, LATENT_ATTENTION | SELECTED_TOKENS),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaConfig,
+        LATENT_ATTENTION | SELECTED_TOKENS | {"indexer_types": ["full", "shared"]},
     ),
 }
 """Windows and soft-capping are small enough that one that is left out moves the log-probs of these tests."""

@@ -34,6 +34,7 @@ from transformers import AttentionInterface
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention.block_attention import block_attention, query_blocks
 from workers.model.attention.flash_kernels import Segments, sink_attention, window_size
+from workers.model.attention.selected_attention import selected_attention
 from workers.model.rows.packing import PackedRow
 from workers.model.rules.families import KERNEL_FEATURES, expected_window
 from workers.model.rules.model_rules import check_kernel_features, kernel_problem
@@ -309,7 +310,7 @@ BACKENDS = {
 # Arguments of transformers' layers that an attention function must not ignore: those computed here, with
 # their names in PackedAttention, and those refused.
 COMPUTED_FEATURES = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
-REFUSED_FEATURES = ("position_bias", "indices", "cache")
+REFUSED_FEATURES = ("position_bias", "cache")
 
 
 def ballast_packed(
@@ -321,10 +322,13 @@ def ballast_packed(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_attention: PackedAttention | None = None,
+    packed_attention: Any = None,
+    indices: Tensor | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    packed_attention: a `PackedAttention`. indices: tokens that an indexer selected, see `selected_attention`.
 
     Raises UnsupportedModelError, naming the module, for a feature that is not supported (a mask, a cache, a
     position bias, dropout), or another window than the configuration states.
@@ -335,7 +339,7 @@ def ballast_packed(
             f"{name} was called without packed_attention: the model does not pass it to its layers"
         )
     refused_features = [feature for feature in REFUSED_FEATURES if features.get(feature) is not None]
-    if attention_mask is not None:
+    if attention_mask is not None and indices is None:  # with them it is `NO_MASK`
         refused_features.append("attention_mask")
     if dropout:
         refused_features.append("dropout")
@@ -356,7 +360,11 @@ def ballast_packed(
             f"{name} is not causal: it looks at later tokens, which packed attention does not"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = packed_attention(*_of_one_size(query, key, value), scale, **computed)
+    states = _of_one_size(query, key, value)
+    if indices is not None and indices.shape[-1]:
+        output = selected_attention(*states, scale, packed_attention.lengths, indices)
+    else:
+        output = packed_attention(*states, scale, **computed)
     # Some families take a view of the output.
     return output[..., : value.shape[-1]].contiguous(), None
 

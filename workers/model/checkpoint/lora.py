@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from workers.config.model import ALL_LINEAR
 from workers.config.roles import LoraConfig
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.attention.selected_attention import find_indexers
 from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights
 from workers.model.model import decoder_of, described
@@ -159,10 +160,11 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
 def _linear_names(model: PreTrainedModel) -> set[str]:
     # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
     head = model.get_output_embeddings()
+    frozen = _frozen_modules(model)
     return {
         name.rpartition(".")[2]
         for name, module in decoder_of(model).named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and module is not head and id(module) not in frozen
     }
 
 
@@ -186,12 +188,16 @@ def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
 
 
 def _outside_decoder(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return the whole names of modules outside the decoder, such as a vision tower's, that end like a
-    target.
+    """Return the whole names of modules that end like a target and are outside the decoder, as a vision
+    tower's, or without a gradient, as an indexer's.
     """
-    inside = {id(module) for module in decoder_of(model).modules()}
+    inside = {id(module) for module in decoder_of(model).modules()} - _frozen_modules(model)
     every = model.named_modules()
     return [name for name, module in every if id(module) not in inside and name.rpartition(".")[2] in names]
+
+
+def _frozen_modules(model: PreTrainedModel) -> set[int]:
+    return {id(module) for indexer in find_indexers(model) for module in indexer.modules()}
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

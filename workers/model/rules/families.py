@@ -12,22 +12,24 @@ from collections.abc import Mapping
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+INDEXED = "indexed_attention"
 CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv", "recurrent", "mamba", "hybrid")
 """Layers that carry a state from token to token, see `recurrent`. `hybrid` ones also have attention."""
 WITHOUT_CONTEXT = ("moe", "mlp")
 
 LAYER_TYPES = {
-    "packed": (FULL, SLIDING, *RECURRENT, *WITHOUT_CONTEXT),
-    "padded": (FULL, SLIDING, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
+    "packed": (FULL, SLIDING, INDEXED, *RECURRENT, *WITHOUT_CONTEXT),
+    "padded": (FULL, SLIDING, INDEXED, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
 }
-"""The kinds of layers that each layout computes. Results of others (`indexed_attention`) depend
-on the batch.
-"""
+"""The kinds of layers that each layout computes."""
 
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
-SELECTION = ("index_topk", "compress_rates", "indexer_budget")
-"""Sizes of attention to selected tokens alone, which padding changes."""
+SELECTED_TOKENS = "index_topk"
+"""The number of earlier tokens that an indexer selects for each token, see `selected_attention`."""
+
+COMPRESSION = ("compress_rates", "index_kpool", "indexer_budget")
+"""Sizes of attention to selected blocks of tokens, which other tokens of the row change."""
 
 OF_ROWS = ("attn_temperature_tuning", "is_encoder_decoder")
 """Features that count tokens from the start of the row, or read the whole row."""
@@ -55,16 +57,19 @@ ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that families give the number of experts of a layer."""
 
+SELECTION = "selection"
+"""The feature of models with `SELECTED_TOKENS`. Packed rows compute it outside the kernels."""
+
 KERNEL_FEATURES = {
     "packed": {
-        "flash3": frozenset({"sliding_window", "sinks"}),
-        "varlen": frozenset({"sliding_window", "sinks"}),
-        "flash": frozenset({"sliding_window", "softcap"}),
-        "sdpa": frozenset({"sliding_window", "softcap", "sinks"}),
+        "flash3": frozenset({"sliding_window", "sinks", SELECTION}),
+        "varlen": frozenset({"sliding_window", "sinks", SELECTION}),
+        "flash": frozenset({"sliding_window", "softcap", SELECTION}),
+        "sdpa": frozenset({"sliding_window", "softcap", "sinks", SELECTION}),
     },
     "padded": {
-        "sdpa": frozenset({"sliding_window"}),
-        "eager": frozenset({"sliding_window", "softcap", "sinks"}),
+        "sdpa": frozenset({"sliding_window", SELECTION}),
+        "eager": frozenset({"sliding_window", "softcap", "sinks", SELECTION}),
     },
 }
 """Features beyond causal attention that each kernel computes, by layout, in the names of
@@ -92,7 +97,7 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     missing_features += ["use_bidirectional_attention"] * (
         bool(bidirectional) and bidirectional != "vision"
     )  # text stays causal
-    missing_features += [name for name in SELECTION if features.get(name)]
+    missing_features += [name for name in COMPRESSION if features.get(name)]
     missing_features += ["keep_window_size"] * _selects_beyond_a_window(features)
     missing_features += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
     if layout == "packed":
@@ -117,22 +122,26 @@ def _layer_kinds(features: Mapping[str, Any]) -> set[str]:
 
 
 def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
-    """Return `sliding_window` and `softcap` if a config.json names them. The model class may need more."""
+    """Return `sliding_window`, `softcap` and `selection` if a config.json names them. The model class may
+    need more.
+    """
     layer_types = features.get("layer_types")
     says_window = features.get("use_sliding_window", features.get("model_type") == "mistral")
     windowed = SLIDING in layer_types if layer_types else bool(says_window and features.get("sliding_window"))
     needed = {"sliding_window": windowed, "softcap": bool(features.get(ATTENTION_SOFTCAP))}
+    needed |= {SELECTION: bool(features.get(SELECTED_TOKENS))}
     return frozenset(name for name, need in needed.items() if need)
 
 
 def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]:
-    """Return which of `sliding_window`, `softcap` and `sinks` a model's attention layers need."""
+    """Return which of `sliding_window`, `softcap`, `sinks` and `selection` a model's attention layers need."""
     text = config.get_text_config()
     layers = range(text.num_hidden_layers)
     needed = {
         "sliding_window": any(expected_window(text, index) is not None for index in layers),
         "softcap": bool(getattr(text, ATTENTION_SOFTCAP, None)),
         "sinks": any(name.endswith("sinks") for name in parameter_names),
+        SELECTION: bool(getattr(text, SELECTED_TOKENS, None)),
     }
     return frozenset(name for name, need in needed.items() if need)
 

@@ -15,6 +15,8 @@ from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import (
     KERNEL_FEATURES,
     ROUTER_LOSS_FAMILIES,
+    SELECTED_TOKENS,
+    SELECTION,
     TENSOR_PARALLEL_FAMILIES,
     expert_count,
     uncomputed_features,
@@ -45,7 +47,7 @@ def check_model(
     shares_prefixes(settings, features, name, recurrent=recurrent, cuda=cuda, half=half)
     if head == "value":
         check_value_head(parallel, "value model")
-    _check_pipeline_parallel(parallel, name, len(packed.layers))
+    _check_pipeline_parallel(parallel, name, len(packed.layers), text)
     check_tensor_parallel(parallel, settings, name, config.get_text_config().model_type, text)
     check_vision(parallel, settings, name, packed.vision, config)
     check_experts(parallel, settings, name, expert_count(text))
@@ -108,6 +110,11 @@ def check_context_parallel(
         raise UnsupportedModelError(
             f"{model} carries a state from token to token, which ranks that share a sequence do not pass "
             "on. Set policy.parallel.context_parallel=1."
+        )
+    if SELECTION in features:
+        raise UnsupportedModelError(
+            f"policy.parallel.context_parallel={parallel.context_parallel}: {model} selects tokens "
+            f"({SELECTED_TOKENS}) of a whole sequence. Set it to 1."
         )
     if parallel.context_parallel_method == "ulysses" and heads is not None and heads % sharing:
         raise UnsupportedModelError(
@@ -239,8 +246,15 @@ def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool, ima
     return settings.compile == "always" or (settings.compile == "auto" and cuda and not shared)
 
 
-def _check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int) -> None:
+def _check_pipeline_parallel(
+    parallel: ParallelConfig, model: str, layers: int, features: Mapping[str, Any]
+) -> None:
     stages = parallel.pipeline_parallel
+    if stages > 1 and features.get("indexer_types"):
+        raise UnsupportedModelError(
+            f"policy.parallel.pipeline_parallel={stages}: layers of {model} pass selected tokens on "
+            "(indexer_types), which stages do not. Set it to 1."
+        )
     virtual = parallel.virtual_stages
     if layers < stages * virtual:
         parts = f" * virtual_stages={virtual}" * (virtual > 1)

@@ -23,9 +23,12 @@ from tests.workers.model.tiny import (
     unpacked_log_probs,
 )
 from workers.batch.dataproto import DataProto
-from workers.config.roles import ModelConfig
+from workers.config.roles import LoraConfig, ModelConfig
 from workers.errors import UnsupportedModelError
+from workers.model.attention import selected_attention
 from workers.model.attention.attention import choose_backend, packed_attention
+from workers.model.attention.selected_attention import find_indexers
+from workers.model.checkpoint.lora import add_adapters
 from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.rows.packing import ModelInput, pack, pad
 from workers.model.rules.families import (
@@ -92,7 +95,9 @@ class Outcome:
 
 def unpacked(model: PreTrainedModel, sequences: DataProto) -> Outcome:
     model = copy.deepcopy(model)
-    if model._can_set_attn_implementation():
+    if "selection" in required_features(model.config, []):
+        model.set_attn_implementation("sdpa")  # tells the selected tokens by its mask
+    elif model._can_set_attn_implementation():
         model.set_attn_implementation(REFERENCE_ATTENTION)
     outputs = unpacked_log_probs(model, sequences, TEMPERATURE)
     mask = sequences.tokens["loss_mask"]
@@ -130,6 +135,41 @@ def test_p7_m1_packed_and_padded_equal_unpacked(family):
         padded(model, sequences, multiple=8).assert_equals(expected, 1e-9)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_tokens_are_selected_within_each_sequence_block_by_block(family, monkeypatch):
+    """Sequences of up to 33 tokens select 4 each."""
+    model, sequences = random_model(family), random_sequences()
+    expected = unpacked(model, sequences)
+    model.config.index_topk = 64
+    for indexer in find_indexers(model):
+        indexer.index_topk = 64
+    everything = packed(model, sequences)
+    assert relative_error(everything.log_probs, expected.log_probs) > 0.01, "selection changes nothing"
+    everything.assert_equals(unpacked(model, sequences), 1e-9)
+    for indexer in find_indexers(model):
+        indexer.index_topk = 4
+    monkeypatch.setattr(selected_attention, "QUERY_BLOCK", 5)
+    packed(model, sequences).assert_equals(expected, 1e-9)
+
+
+def test_an_indexer_is_frozen_and_takes_no_adapter(caplog):
+    module = packed_causal_lm(random_model("deepseek_v32"), ModelConfig())
+    with caplog.at_level("INFO"):
+        module.set_trained(True, train_vision=False)
+    assert "its 2 indexers are frozen" in caplog.text
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in module.named_parameters() if ".indexer." in name} != set()
+    with refused("model.lora.target_modules=wq_b"):
+        add_adapters(module.model, LoraConfig(rank=2, target_modules="wq_b"))
+
+
+def test_a_model_without_indexers_that_says_it_selects_is_refused():
+    model = random_model("llama")
+    model.config.index_topk = 4
+    with refused("model.layout=padded", UnsupportedModelError):
+        packed_causal_lm(model, ModelConfig())
+
+
 def bloom() -> PreTrainedModel:
     """A family with its own attention code, positions by distance, and its layers under a name of its own."""
     torch.manual_seed(0)
@@ -158,6 +198,9 @@ def test_p1_a_model_that_cannot_pack_is_refused_by_name_and_runs_padded():
         ("gemma3", {"sliding_window"}),
         ("gemma2", {"sliding_window", "softcap"}),
         ("gpt_oss", {"sliding_window", "sinks"}),
+        ("deepseek_v3", set()),
+        ("deepseek_v32", {"selection"}),
+        ("glm_moe_dsa", {"selection"}),
     ],
 )
 def test_what_a_family_needs_is_read_from_its_configuration(family, features):
@@ -170,7 +213,7 @@ def test_what_a_family_needs_is_read_from_its_configuration(family, features):
     [
         (transformers.MiniMaxConfig(), "linear_attention"),
         (transformers.Llama4TextConfig(), "chunked_attention"),
-        (transformers.DeepseekV32Config(), "index_topk"),
+        (transformers.DeepseekV4Config(), "compress_rates"),
         (tiny_config("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
         (
             tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),

@@ -31,6 +31,7 @@ def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict
         "nemotron_h",  # a state space, experts and attention, a layer each
         "granite",  # a divisor of the logits
         "minicpm3",  # latent attention, and a divisor that is a property
+        "glm_moe_dsa",  # selected tokens
         "jetmoe",  # takes a view of the attention's output
     ],
 )
@@ -71,7 +72,11 @@ def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_ty
     ("model_type", "changes", "reason"),
     [
         ("doge", {"keep_window_size": 8}, r"with keep_window_size, which model\.layout=padded does not"),
-        ("deepseek_v32", {}, r"with index_topk, indexed_attention, which model\.layout=padded does not"),
+        (
+            "deepseek_v4",
+            {},
+            r"with compress_rates, compressed_sparse_attention, heavily_compressed_attention, which",
+        ),
         ("zamba2", {}, r"has layers that share parameters, so it cannot be sharded by layer"),
     ],
 )
