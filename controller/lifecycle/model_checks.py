@@ -33,6 +33,10 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its
 first step.
 """
+CPU_LATENT_SIZE = 576
+"""Numbers of a token in the latent attention that vLLM computes on CPUs: `kv_lora_rank` and the rotary part."""
+WITHOUT_LATENTS = ("minicpm3",)
+"""Model types whose latents vLLM expands to heads."""
 KV_BLOCK_TOKENS = 32  # for an engine on CPU, see workers.engine.vllm_interface
 
 
@@ -215,7 +219,7 @@ def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTra
 
 
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:
-    from workers.model.rules.families import head_size, kv_bytes_per_token
+    from workers.model.rules.families import SELECTED_TOKENS, head_size, kv_bytes_per_token
 
     text = model.config.get_text_config()
     key = f"model.path={config.model.path}"
@@ -233,6 +237,21 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
         )
     if config.uses_gpus:
         return
+    if getattr(text, SELECTED_TOKENS, None):
+        raise ConfigError(
+            f"{key}: vLLM on CPUs has no attention to selected tokens ({SELECTED_TOKENS}). Take another model, "
+            "or GPUs."
+        )
+    latent = getattr(text, "kv_lora_rank", None)
+    if (
+        latent
+        and text.model_type not in WITHOUT_LATENTS
+        and latent + text.qk_rope_head_dim != CPU_LATENT_SIZE
+    ):
+        raise ConfigError(
+            f"{key}: vLLM on CPUs computes no latents of {latent + text.qk_rope_head_dim} numbers "
+            f"(kv_lora_rank + qk_rope_head_dim), only of {CPU_LATENT_SIZE}. Take another model, or GPUs."
+        )
     size = head_size(text)
     if size and size not in CPU_HEAD_SIZES:
         raise ConfigError(
