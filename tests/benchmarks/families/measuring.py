@@ -79,7 +79,7 @@ def build(model_type: str, folder: Path, **changes: Any) -> str:
         read = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        torch.save((sequences(), *_own_answers(read)), folder / EXPECTED)
+        torch.save((sequences(), *own_answers(read)), folder / EXPECTED)
     except Exception as error:
         return named(error)
     return ""
@@ -127,8 +127,8 @@ def _embedding_gradient(engine: TrainingEngine) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def _own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """(log-probs of all tokens, gradient of their mean at the embedding), by transformers alone."""
+def own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return (log-probs of all tokens, gradient of their mean at the embedding), by transformers alone."""
     ids = sequences().tokens["input_ids"].split(LENGTHS)
     parts = []
     for row in ids:

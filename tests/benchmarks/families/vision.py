@@ -86,7 +86,7 @@ def _save(model_type: str, folder: Path) -> None:
     for table in (rope, *rope.values()) if "get_rope_index" in source else ():
         if isinstance(table, dict) and "rope_type" in table:
             table["mrope_section"] = _sections(config.get_text_config(), table)
-    processor = _processor(LIKE.get(model_type, model_type), config, edge)
+    processor = processor_for(LIKE.get(model_type, model_type), config, edge)
     image = getattr(processor, "image_token_id", None)
     if image is None:
         image = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
@@ -114,7 +114,7 @@ def _sections(text: Any, rope: dict[str, Any]) -> list[int]:
     return [half - 2 * (half // 3), half // 3, half // 3]
 
 
-def _processor(model_type: str, config: Any, pixels_an_edge: int) -> Any:
+def processor_for(model_type: str, config: Any, pixels_an_edge: int) -> Any:
     """The family's processor, of default sizes, with a tokenizer that has the special tokens its source
     names.
     """

@@ -72,8 +72,8 @@ def save_model(folder: Any, family: str, **overrides: object) -> str:
     return save_tiny_model(folder, family, **(sizes | overrides))
 
 
-def build_policy(path: str, lora: int = 0) -> TrainingEngine:
-    config = ModelConfig(path=path, dtype="float32", lora=LoraConfig(rank=lora))
+def build_policy(path: str, lora: int = 0, dtype: str = "float32") -> TrainingEngine:
+    config = ModelConfig(path=path, dtype=dtype, lora=LoraConfig(rank=lora))
     return TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
 
 
@@ -86,7 +86,7 @@ def change_all(policy: TrainingEngine) -> None:
                 parameter.to_local().add_(torch.randn(parameter.shape) * CHANGE)
 
 
-def start_replica(path: str, placement: str) -> LocalReplica:
+def start_replica(path: str, placement: str, dtype: str = "auto") -> LocalReplica:
     """A real vLLM engine, on a CPU, with the weight-transfer engine of a GPU's placement."""
     from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.model_executor.models import registry
@@ -105,7 +105,7 @@ def start_replica(path: str, placement: str) -> LocalReplica:
         # look at it.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         config = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
-        model = ModelConfig(path=path)
+        model = ModelConfig(path=path, dtype=dtype)
         worker = VllmEngineActor(
             model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0
         )
@@ -121,12 +121,13 @@ def sending(
     placement: str,
     communicator: Communicator,
     keep: Callable[[str], bool] = lambda name: True,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Callable[[int], None]]:
     """As `PolicyWorker.connect_engines`, or the file of a CPU run. keep: of the weights' names, those that
-    are sent.
+    are sent. dtype: of the file.
     """
     if placement == "shared_memory":
-        weights = partial(policy.named_weights, torch.float32, 0)
+        weights = partial(policy.named_weights, dtype, 0)
         yield lambda version: engines[0].update_weights(pack_weights(weights()), version)
         return
     from workers.engine.weights import gpu_transfer

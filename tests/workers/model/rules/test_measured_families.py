@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
+from tests.benchmarks.families.published import published, tiny_description
+from tests.benchmarks.families.whole import build_published, first_line, train_published
 from tests.workers.model.ranks import RankPool
 from workers.config.roles import ModelConfig
 from workers.model.model import load_model
@@ -119,3 +121,32 @@ def test_a_row_that_is_not_packed_goes_through_mixers_whole(tmp_path):
     assert not torch.allclose(together[:, 5:], alone, atol=1e-3), (
         "the comparison cannot tell a state that is lost"
     )
+
+
+HYBRIDS = ["Falcon-H1", "Granite 4", "Jamba 1.5", "Kimi Linear", "LFM2.5", "LFM2 MoE", "Nemotron 3 Nano"]
+HYBRIDS += ["Nemotron-H", "OLMo hybrid", "Qwen3-Next", "Qwen3.5"]
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_in_the_form_of_its_checkpoint_trains_saves_resumes_and_takes_adapters(tmp_path, name):
+    assert build_published(published()[name], tmp_path) == ""
+    outcomes = {stage: train_published(tmp_path, stage) for stage in ("trains", "saves", "resumes", "LoRA")}
+    assert {outcome.verdict for outcome in outcomes.values()} == {"exact"}, outcomes
+
+
+@pytest.mark.parametrize("family", published().values(), ids=published())
+def test_a_published_model_keeps_its_fields_when_it_is_shrunk(family):
+    description = tiny_description(family)
+    assert description.keys() >= family.description.keys()
+    switches = {name: value for name, value in family.description.items() if isinstance(value, bool | str)}
+    changed = [name for name, value in switches.items() if description[name] != value]
+    assert changed in ([], ["hybrid_override_pattern"])
+
+
+def test_the_reason_of_an_error_is_its_library_s_own_words():
+    error = ValueError(
+        "1 validation error for SchedulerConfig\n  Value error, chunked prefill must be on\n"
+        "    For further information visit https://errors.pydantic.dev/2.12/v/value_error"
+    )
+    assert first_line(error) == "ValueError: Value error, chunked prefill must be on"

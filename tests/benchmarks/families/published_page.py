@@ -1,0 +1,97 @@
+"""The section of docs/models.md on models in the form of their published checkpoints."""
+
+from collections import Counter
+
+from tests.benchmarks.families.measuring import Outcome
+from tests.benchmarks.families.published import Published, tiny_description
+
+PUBLISHED = "## Models in the form of their checkpoints"
+COLUMNS = ("trains", "saves", "resumes", "LoRA", "engine", "cp", "tp", "ep")
+VERDICTS = ("exact", "close", "refused", "crash", "wrong")
+HEADER = (
+    PUBLISHED
+    + """
+
+Written by `python -m tests.benchmarks.families --published`: {families} models with the architecture and all fields of
+a published config.json, shrunk in size (`tests/benchmarks/families/published.json`, with the source of each).
+
+{counts}
+
+- trains: log-probs and gradients in the packed layout equal transformers' own pass. A number is the largest difference
+  of a log-prob in nats.
+- saves: fields of config.json, names and values of weights come back from `save_pretrained`, towers and ties too.
+- resumes: an engine that loads a checkpoint goes on with the same weights.
+- LoRA: `all-linear` adapters train, and merge into weights with the base model's names.
+- engine: vLLM on a CPU loads changed, saved weights and takes an update. `close` is the mean difference of a log-prob
+  for models that it computes in bfloat16 only.
+- cp, tp, ep: whether a run with context, tensor or expert parallelism of 2 is allowed to start.
+
+Reasons are the messages of Ballast, transformers or vLLM themselves.
+
+"""
+)
+
+
+def published_section(families: dict[str, Published], found: dict[str, dict[str, Outcome]]) -> str:
+    """Write the section. found: outcomes by family and column; `all` if it could not be built."""
+    built = {name: outcomes for name, outcomes in found.items() if "all" not in outcomes}
+    counted = {
+        column: Counter(outcomes[column].verdict for outcomes in built.values() if column in outcomes)
+        for column in COLUMNS
+    }
+    counts = [[column, *(str(counted[column][verdict]) for verdict in VERDICTS)] for column in COLUMNS]
+    rows = []
+    for name, outcomes in built.items():
+        architecture = tiny_description(families[name])["architectures"][0]
+        rows.append([name, f"`{architecture}`", *(_cell(outcomes.get(column)) for column in COLUMNS)])
+    text = HEADER.format(families=len(found), counts=_table(["", *VERDICTS], counts))
+    text += _table(["model", "architecture", *COLUMNS], rows)
+    reasons = _reasons(built)
+    if reasons:
+        text += "\n\nReasons:\n\n" + "\n".join(f"- {reason}" for reason in reasons)
+    not_built = [
+        f"- {name}: {outcomes['all'].reason}" for name, outcomes in found.items() if "all" in outcomes
+    ]
+    if not_built:
+        text += "\n\nNot built:\n\n" + "\n".join(not_built)
+    return text + "\n"
+
+
+def replace_section(page: str, heading: str, section: str, *, before: str) -> str:
+    """Return `page` with another section under `heading`, or a new one in front of the heading `before`."""
+    start = page.find(heading)
+    end = page.find("\n## ", start + 1) + 1 if start >= 0 else page.find(before)
+    if start < 0:
+        start = end
+    return page[:start] + section.rstrip() + "\n\n" + page[end:]
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    if outcome.verdict == "exact":
+        return f"{outcome.difference:.0e}" if outcome.difference else "yes"
+    return f"{outcome.verdict} {outcome.difference:.2g}" if outcome.difference else outcome.verdict
+
+
+def _reasons(found: dict[str, dict[str, Outcome]]) -> list[str]:
+    """Return a line a reason: its column, its text, and its families."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, outcomes in found.items():
+        for column in COLUMNS:
+            outcome = outcomes.get(column)
+            if outcome is not None and outcome.verdict not in ("exact", "close"):
+                names.setdefault((column, _short(outcome.reason)), []).append(name)
+    return [f"{column}: {reason} ({', '.join(families)})" for (column, reason), families in names.items()]
+
+
+def _short(reason: str) -> str:
+    """Return a reason without the model's folder, and the first sentence alone."""
+    words = [word for word in reason.split() if not word.startswith("model.path=")]
+    sentence = " ".join(words).partition(". ")[0]
+    return sentence.replace("|", "/").replace("<", "").replace(">", "").rstrip(".")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
