@@ -91,11 +91,16 @@ class RolloutEngines:
         self._starting = {replica: actor.start.remote() for replica, actor in self.actors.items()}
 
     def wait_started(self, timeout_s: float | None = None) -> None:
-        """Wait for all engines, at the first call. Raises RolloutError for a failed or late engine."""
+        """Wait for all engines, at the first call.
+
+        Raises RolloutError for a failed or late engine, and ConfigError for a model that vLLM cannot take.
+        """
         for replica, ref in list(self._starting.items()):
             try:
                 ray.get(ref, timeout=timeout_s)
             except RayError as error:
+                if isinstance(error, RayTaskError) and isinstance(error.cause, ConfigError):
+                    raise error.cause from error
                 raise RolloutError(
                     f"{self._name} replica {replica} failed while starting its engine: {cause_of(error)}"
                 ) from error

@@ -15,7 +15,7 @@ from workers.engine.engine_options import check_engine_options
 from workers.engine.placement import BACKENDS, needs_frozen_tower
 from workers.engine.requests import LENGTH, STOP, Response
 from workers.engine.weights.weight_transfer import ENGINE_OF_BACKEND, FROZEN_VISION, mark_actor
-from workers.errors import DataError, RolloutError
+from workers.errors import ConfigError, DataError, RolloutError
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
@@ -26,6 +26,8 @@ GIB = 2**30
 # A 7B's activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
 FLASHINFER_HEAD = 128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
+FIELD_OF_WEIGHT = {"e_score_correction_bias": "topk_method"}
+"""Fields of config.json without which vLLM has no place for a weight of the files."""
 CPU_KV_BLOCK_TOKENS = (
     32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
 )
@@ -147,7 +149,36 @@ def delta_net_arguments(path: str) -> dict[str, Any]:
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
-    """Build the engine, with its core in a process or a thread as `prepare_environment` chose."""
+    """Build the engine, with its core in a process or a thread as `prepare_environment` chose.
+
+    Raises ConfigError for a config.json without a field that vLLM reads, and vLLM's other errors.
+    """
+    try:
+        return _build_engine(arguments)
+    except (AttributeError, KeyError) as error:
+        field = missing_field(error)
+        if not field:
+            raise
+        raise ConfigError(
+            f"model.path={arguments.model}: its config.json has no {field}, which vLLM reads. Add it, as in the "
+            "published checkpoint."
+        ) from error
+
+
+def missing_field(error: AttributeError | KeyError) -> str:
+    """Return the field of config.json that vLLM did not find, or an empty string for another error.
+
+    transformers fills such a field, so that the trainer loads the model.
+    """
+    from transformers import PretrainedConfig
+
+    if isinstance(error, AttributeError):
+        return error.name if error.name and isinstance(error.obj, PretrainedConfig) else ""
+    weight = str(error.args[0]) if error.args else ""
+    return FIELD_OF_WEIGHT.get(weight.rpartition(".")[2], "")
+
+
+def _build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
     from vllm import envs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.benchmarks.families.shrinking import tiny_config
@@ -22,6 +25,7 @@ from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.placement import check_placement
 from workers.engine.vllm_interface import (
     as_response,
+    build_engine,
     check_prompt,
     engine_arguments,
     prepare_environment,
@@ -131,6 +135,34 @@ def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(
     on_cpu = engine_arguments(model, RolloutConfig(), placement="shared_memory", **options)
     assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (False, family not in STATES)
     assert engine_arguments(model, RolloutConfig(), placement="apart", **options).enable_prefix_caching
+
+
+def config_without(field: str) -> PretrainedConfig:
+    config = tiny_config("lfm2")
+    vars(config).pop(field, None)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("read", "field"),
+    [
+        (lambda: config_without("conv_dim").conv_dim, "conv_dim"),
+        (lambda: {}["layers.1.mlp.gate.e_score_correction_bias"], "topk_method"),
+        (lambda: object().conv_dim, ""),
+        (lambda: {}["layers.1.mlp.gate.weight"], ""),
+    ],
+)
+def test_a_field_that_config_json_lacks_is_named_when_an_engine_starts(
+    read: Callable[[], Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engine.vllm_interface._build_engine", lambda arguments: read())
+    arguments = SimpleNamespace(model="a model")
+    if field:
+        with refused(f"model.path=a model: its config.json has no {field}, which vLLM reads"):
+            build_engine(arguments)
+        return
+    with pytest.raises((AttributeError, KeyError)):
+        build_engine(arguments)
 
 
 @pytest.mark.parametrize("nested", [True, False])
