@@ -1,5 +1,5 @@
 """Model the cost of a sequence of L tokens as `linear * L + quadratic * L**2`, plus the same form for its
-images.
+images. Of L**2, layers with a window compute a part (basics/windows.py).
 
 model config ----- counted ---+
                               +--> CostModel --> workload of each sequence --> balanced by plans
@@ -26,8 +26,9 @@ from numpy.typing import ArrayLike
 from balancing.basics.grouping import Floats
 from balancing.basics.image_patches import Images
 from balancing.basics.validation import one_of, weight_array, whole_numbers
+from balancing.basics.windows import Window, attended_squares
 from balancing.errors import CostModelError
-from balancing.model_counts import count_layers, forward_flops
+from balancing.model_counts import attention_windows, count_layers, forward_flops
 from balancing.model_fields import Fields
 
 FEWEST_MEASUREMENTS = 4
@@ -120,7 +121,8 @@ Unit = Literal["FLOP", "token", "second"]
 class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
-    linear: matrix products with weights. quadratic: causal attention. Plans depend only on their ratio.
+    linear: matrix products with weights, and with states. quadratic: causal attention. Plans depend only on their
+    ratio. windows: of layers that do not see all of L**2.
     image_linear, image_quadratic: the vision tower's, for each image, by its tokens. patches: of an image
     token. Raises CostModelError if a coefficient is negative, not finite, or both are 0, and OptionError for
     an unknown unit.
@@ -132,8 +134,11 @@ class CostModel:
     image_linear: float = 0.0
     image_quadratic: float = 0.0
     patches: float = 1.0
+    windows: tuple[Window, ...] = ()
 
     def __post_init__(self) -> None:
+        # A record holds them as lists.
+        object.__setattr__(self, "windows", tuple(Window(*window) for window in self.windows))
         for name in ("linear", "quadratic", "image_linear", "image_quadratic"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
@@ -153,7 +158,7 @@ class CostModel:
         Raises LengthError unless `lengths` are whole numbers >= 0.
         """
         tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
-        work = tokens * (self.linear + self.quadratic * tokens)
+        work = self.linear * tokens + self.quadratic * attended_squares(tokens, self.windows)
         if images is None:
             return work
         return work + images.within(
@@ -185,11 +190,12 @@ class CostModel:
         attributes.
 
         A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts
-        only the active experts, and embedding look-ups nothing. Sliding windows count as full attention.
+        only the active experts, and embedding look-ups nothing. Each layer counts by its kind.
         training: forward and backward (`TRAINING_FACTOR`). train_vision: also of the vision tower, which
         otherwise has only a forward pass. Raises CostModelError for a missing key.
         """
-        forward = cls(*forward_flops(config), "FLOP", *image_flops(config))
+        windows = attention_windows(count_layers(Fields(config)))
+        forward = cls(*forward_flops(config), "FLOP", *image_flops(config), windows)
         if not training:
             return forward
         return forward.with_images(1.0 if train_vision else 1 / TRAINING_FACTOR).scaled(TRAINING_FACTOR)

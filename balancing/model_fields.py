@@ -43,10 +43,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 """Names in config.json by transformers' own, which its classes map by `attribute_map` or keep to
 themselves.
 """
+SLIDING_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+"""Fields that layers with a sliding window may have of their own, named `swa_...`."""
 PARTS = ("attn_config", "ffn_config")
 """Parts of config.json in which DBRX and MPT keep fields of a layer."""
-PATTERN_LETTERS = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""Letters of Nemotron-H's `hybrid_override_pattern`."""
+INDEX_LISTS = frozenset({"mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs"})
+"""Lists of layers' numbers. They may have as many entries as there are layers, but not one for each."""
 
 
 class Fields:
@@ -81,23 +83,21 @@ class Fields:
         value = default if value is None else value
         return int(value[0] if isinstance(value, (list, tuple)) else value)
 
-    def layer_types(self) -> list[str]:
-        """Return what each layer is, or no words where the config does not say."""
-        types = self.get("layer_types")
-        if isinstance(types, str):
-            return [PATTERN_LETTERS.get(letter, letter) for letter in types]
-        interval = self.get("full_attention_interval")
-        if not types and interval:
-            layers = range(1, self.integer("num_hidden_layers") + 1)
-            return ["linear_attention" if layer % interval else "full_attention" for layer in layers]
-        return list(types or ())
+    def part(self, name: str) -> dict[Any, Any]:
+        """Return a nested part, empty if the config has none."""
+        return _as_mapping(self._config.get(name) or {})
 
     def of_layer(self, layer: int, layers: int, kind: str) -> "Fields":
         """Return the fields of one layer: its own head sizes (Gemma 4), its entries of lists."""
         lists = {
-            name: value[layer] for name, value in self._config.items() if _is_for_each_layer(value, layers)
+            name: value[layer]
+            for name, value in self._config.items()
+            if name not in INDEX_LISTS and _is_for_each_layer(value, layers)
         }
-        layer_fields = dict(_as_mapping(self._config.get("per_layer_config") or {}).get(str(layer)) or {})
+        layer_fields = dict(self.part("per_layer_config").get(str(layer)) or {})
+        if kind == "sliding_attention":  # MiMo
+            names = {name: self._value(f"swa_{name}") for name in SLIDING_FIELDS}
+            layer_fields |= {name: value for name, value in names.items() if value is not None}
         if kind == "full_attention" and self._value("global_head_dim"):
             layer_fields.setdefault("head_dim", self._value("global_head_dim"))
             if self._value("attention_k_eq_v") and self._value("num_global_key_value_heads"):
@@ -105,8 +105,7 @@ class Fields:
         return Fields(self._config | lists | layer_fields)
 
     def _value(self, name: str) -> Any:
-        parts = (_as_mapping(self._config[part]) for part in PARTS if self._config.get(part) is not None)
-        values = (config.get(name) for config in (self._config, *parts))
+        values = (config.get(name) for config in (self._config, *map(self.part, PARTS)))
         return next((value for value in values if value is not None), None)
 
 

@@ -14,6 +14,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from balancing.basics.grouping import Floats
+from balancing.basics.windows import attended_squares
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 
@@ -48,7 +49,7 @@ def engine_step(
     rate = 1e9 * machine.bandwidth * efficiency.decode * layout.engine_tp
     unused = np.maximum(0.0, 1 - shape.experts_active / shape.experts) ** batch
     weights = (shape.parameters - shape.expert_parameters * unused) * layout.bytes / rate
-    read = tokens * shape.kv * layout.bytes / rate
+    read = batch * shape.kept(tokens / np.maximum(batch, 1)) * layout.bytes / rate
     flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
     host = machine.engine_step + machine.engine_layer * shape.layers + machine.engine_sequence * batch
     if layout.engine_tp > 1:
@@ -71,11 +72,8 @@ def slots_of(shape: ModelShape, layout: Layout, workload: Workload) -> int:
     """
     room = layout.engine_gib * 2**30 * layout.engine_tp - shape.parameters * layout.bytes
     prompts = workload.prompts.mean() / (workload.samples_per_prompt if layout.shared_prompts else 1)
-    held = (
-        room / (shape.kv * layout.bytes * (half_way(workload) + prompts))
-        if shape.kv
-        else layout.max_concurrent
-    )
+    kept = layout.bytes * shape.kept(half_way(workload) + prompts)
+    held = room / kept if kept else layout.max_concurrent
     return int(min(layout.max_concurrent, max(1, held)))
 
 
@@ -155,5 +153,6 @@ def prefill_flops(shape: ModelShape, workload: Workload, machine: Machine) -> fl
     """Count the FLOPs of prompts. Engines find a group's prompt in their cache, by whole blocks."""
     mean = float(workload.prompts.mean())
     cached_share = mean // machine.kv_block * machine.kv_block / mean if mean else 0.0
-    computed = workload.samples * mean - cached_share * workload.repeated[0]
-    return computed * (2 * shape.active + shape.attention * mean)
+    computed = workload.samples * mean - cached_share * workload.repeated_tokens
+    attended = float(attended_squares(mean, shape.windows)) / mean if mean else 0.0
+    return computed * (2 * shape.active + shape.attention * attended)

@@ -9,7 +9,14 @@ from numpy.typing import ArrayLike
 
 from balancing.basics.grouping import Floats, Integers
 from balancing.basics.validation import whole_numbers
-from balancing.model_counts import count_layers, forward_flops, key_value_heads
+from balancing.basics.windows import Window, attended_squares
+from balancing.model_counts import (
+    LayerCounts,
+    attention_windows,
+    count_layers,
+    forward_flops,
+    key_value_heads,
+)
 from balancing.model_fields import Fields
 
 Placement = Literal["colocated", "apart", "shared_memory"]
@@ -19,10 +26,11 @@ Placement = Literal["colocated", "apart", "shared_memory"]
 class ModelShape:
     """Counts of a model.
 
-    parameters: all weights. active: weights that a token's products read. experts: number, of which a token
-    uses experts_active. expert_parameters: weights of all experts. attention: forward FLOPs per squared
-    token. kv: numbers that a token keeps in an engine. kv_share: kv heads over heads. trained: parameters
-    with a gradient.
+    parameters: all weights. active: weights that a token's products read, and its products with states. experts:
+    number, of which a token uses experts_active. expert_parameters: weights of all experts. attention: forward FLOPs
+    per squared token, as far as `windows` see it. kv: numbers that a token keeps in an engine. kv_windows: (tokens,
+    numbers of each of the last ones) of layers with a window. state: numbers that a sequence keeps. kv_share: kv
+    heads over heads. trained: parameters with a gradient.
     """
 
     layers: int
@@ -33,6 +41,9 @@ class ModelShape:
     attention: float
     kv: int
     kv_share: float = 1.0
+    windows: tuple[Window, ...] = ()
+    kv_windows: tuple[tuple[int, int], ...] = ()
+    state: int = 0
     experts: int = 1
     experts_active: int = 1
     expert_parameters: float = 0.0
@@ -42,6 +53,11 @@ class ModelShape:
     def trained_share(self) -> float:
         return self.trained / self.parameters if self.trained else 1.0
 
+    def kept(self, tokens: float | Floats) -> Any:
+        """Return the numbers that an engine keeps of a sequence of so many tokens."""
+        recent = sum(numbers * np.minimum(tokens, reach) for reach, numbers in self.kv_windows)
+        return self.kv * tokens + recent + self.state
+
     @classmethod
     def from_model_config(cls, config: Mapping[str, Any] | object) -> "ModelShape":
         """Count a Hugging Face config.json. Raises CostModelError for a missing key."""
@@ -50,16 +66,19 @@ class ModelShape:
         hidden = fields.integer("hidden_size")
         words = fields.integer("vocab_size")
         heads = fields.integer("num_attention_heads", default=1)
-        active = linear / 2
-        parameters = active + (0 if fields.get("tie_word_embeddings") else hidden * words)
+        weights = sum(layer.weights for layer in layers) + hidden * words
+        parameters = float(weights + (0 if fields.get("tie_word_embeddings") else hidden * words))
         shape = cls(
             layers=len(layers),
             hidden=hidden,
             vocabulary=words,
             parameters=parameters,
-            active=active,
+            active=linear / 2,
             attention=attention,
-            kv=sum(layer.kv for layer in layers),
+            kv=sum(layer.kv for layer in layers if not layer.window),
+            windows=attention_windows(layers),
+            kv_windows=_kv_windows(layers),
+            state=sum(layer.state for layer in layers),
             kv_share=key_value_heads(fields, heads) / heads,
         )
         expert = sum(layer.expert for layer in layers)
@@ -74,6 +93,14 @@ class ModelShape:
             experts=experts,
             experts_active=used,
         )
+
+
+def _kv_windows(layers: list[LayerCounts]) -> tuple[tuple[int, int], ...]:
+    numbers: dict[int, int] = {}
+    for layer in layers:
+        if layer.window:
+            numbers[layer.window] = numbers.get(layer.window, 0) + layer.kv
+    return tuple(numbers.items())
 
 
 @dataclass(frozen=True)
@@ -138,9 +165,8 @@ class Workload:
 
     prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates:
     optimiser steps, over all epochs. forward_passes: without gradient (old log-probs, reference, teacher).
-    trained_models: 2 with a critic. reward_seconds: of a sample, on one of reward_workers. totals: sums of
-    tokens and squared tokens, float64.
-    repeated: the same of prompts but the first of each group. order: rows, longest response first. Raises
+    trained_models: 2 with a critic. reward_seconds: of a sample, on one of reward_workers. tokens: of all samples.
+    repeated_tokens: of all prompts but the first of each group. order: rows, longest response first. Raises
     LengthError unless lengths are whole.
     """
 
@@ -156,22 +182,28 @@ class Workload:
     prompts: Floats = field(init=False)
     responses: Floats = field(init=False)
     samples: int = field(init=False)
-    totals: tuple[float, float] = field(init=False)
-    repeated: tuple[float, float] = field(init=False)
+    tokens: float = field(init=False)
+    repeated_tokens: float = field(init=False)
     longest: float = field(init=False)
     order: Integers = field(init=False)
 
     def __post_init__(self) -> None:
         prompts = whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
         responses = whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
-        lengths = prompts + responses
-        later = np.arange(len(prompts)) % self.samples_per_prompt > 0
-        sums = [(float(tokens.sum()), float((tokens**2).sum())) for tokens in (lengths, prompts[later])]
         counted = {
-            "totals": sums[0],
-            "repeated": sums[1],
+            "tokens": float((prompts + responses).sum()),
+            "repeated_tokens": float(prompts[self._repeats(len(prompts))].sum()),
             "samples": len(responses),
-            "longest": float(lengths.max()),
+            "longest": float((prompts + responses).max()),
         }
         order = np.argsort(-responses, kind="stable")
         vars(self).update(counted, prompts=prompts, responses=responses, order=order)
+
+    def squares(self, windows: tuple[Window, ...]) -> tuple[float, float]:
+        """Return the squared tokens that attention computes of all samples, and of the prompts that repeat."""
+        lengths = self.prompts + self.responses
+        again = self.prompts[self._repeats(len(lengths))]
+        return float(attended_squares(lengths, windows).sum()), float(attended_squares(again, windows).sum())
+
+    def _repeats(self, samples: int) -> Any:
+        return np.arange(samples) % self.samples_per_prompt > 0

@@ -63,8 +63,8 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
 
 def engine_holds(shape: ModelShape, layout: Layout, needs: Needs) -> bool:
     """Return whether an engine has room for its weights and one sequence."""
-    needed = layout.bytes * (shape.parameters + shape.kv * needs.longest)
-    return needed <= layout.engine_gib * GIB * layout.engine_tp
+    needed = layout.bytes * (shape.parameters + shape.kept(needs.longest))
+    return bool(needed <= layout.engine_gib * GIB * layout.engine_tp)
 
 
 def fullest_gib(shape: ModelShape, layout: Layout, needs: Needs) -> float:

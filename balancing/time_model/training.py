@@ -6,10 +6,12 @@ are fits to its rows of 1.5B, 7B, 32B and 30B-A3B, which agree within 10 %.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
 from balancing.basics.grouping import Floats
+from balancing.basics.windows import Window, attended_squares
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 
@@ -52,11 +54,19 @@ class Shares(NamedTuple):
     micro_batches: int
 
 
-def shares(layout: Layout, workload: Workload) -> Shares:
+@lru_cache(maxsize=256)
+def _squares(workload: Workload, windows: tuple[Window, ...]) -> tuple[float, float, float]:
+    """Return `Workload.squares`, and those of the longest sample."""
+    return *workload.squares(windows), float(attended_squares(workload.longest, windows))
+
+
+def shares(layout: Layout, workload: Workload, windows: tuple[Window, ...] = ()) -> Shares:
     """Count a rank's part, at least the longest sequence. Prompts count once in every micro-batch that has
-    them.
+    them. windows: of the model's layers.
     """
-    (tokens, squared), (repeated, repeated_squared) = workload.totals, workload.repeated
+    tokens = workload.tokens
+    repeated = workload.repeated_tokens
+    squared, repeated_squared, longest_squared = _squares(workload, windows)
     if layout.shared_prompts:
         size = workload.samples_per_prompt
         groups = workload.samples / workload.samples_per_prompt
@@ -68,7 +78,7 @@ def shares(layout: Layout, workload: Workload) -> Shares:
         squared = squared - saved * repeated_squared
     longest = workload.longest
     tokens = max(tokens / layout.dp, longest)
-    squared = max(squared / layout.dp, longest**2)
+    squared = max(squared / layout.dp, longest_squared)
     micro_batches = tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
     return Shares(tokens / layout.cp, squared / layout.cp, max(1, ceil(micro_batches)) * workload.updates)
 
@@ -77,7 +87,7 @@ def training(
     shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
 ) -> Training:
     """Predict all passes of a step on the busiest rank."""
-    part = shares(layout, workload)
+    part = shares(layout, workload, shape.windows)
     count = part.micro_batches
     micro = max(1, part.micro_batches // workload.updates)
     terms = micro_step_terms(

@@ -219,13 +219,15 @@ def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTra
 
 
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:
-    from workers.model.rules.families import SELECTED_TOKENS, head_size, kv_bytes_per_token
+    from balancing.model_fields import Fields
+    from workers.model.rules.families import SELECTED_TOKENS, head_sizes, kv_bytes
 
     text = model.config.get_text_config()
     key = f"model.path={config.model.path}"
     parallel = config.rollout.tensor_parallel
-    heads = getattr(text, "num_attention_heads", None)
-    pairs = getattr(text, "num_key_value_heads", None) or heads
+    fields = Fields(text)  # plain access raises for fields that layers of Gemma 4 have of their own
+    heads = fields.get("num_attention_heads")
+    pairs = fields.get("num_key_value_heads") or heads
     if heads and heads % parallel:
         raise ConfigError(
             f"rollout.tensor_parallel={parallel}: it does not divide the {heads} heads of {key}."
@@ -252,17 +254,17 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
             f"{key}: vLLM on CPUs computes no latents of {latent + text.qk_rope_head_dim} numbers "
             f"(kv_lora_rank + qk_rope_head_dim), only of {CPU_LATENT_SIZE}. Take another model, or GPUs."
         )
-    size = head_size(text)
-    if size and size not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"{key}: vLLM on CPUs computes no heads of {size} numbers, only of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}. Take another model, or GPUs."
-        )
+    for size in head_sizes(text):
+        if size not in CPU_HEAD_SIZES:
+            raise ConfigError(
+                f"{key}: vLLM on CPUs computes no heads of {size} numbers, only of "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))}. Take another model, or GPUs."
+            )
     if "kv_cache_dtype" in config.rollout.engine:
         return
     tokens = KV_BLOCK_TOKENS * math.ceil(config.max_model_tokens / KV_BLOCK_TOKENS)
     width = 1 if config.model.dtype == "bfloat16" else 2  # in values of half precision
-    needed = width * kv_bytes_per_token(text) * tokens / parallel / GIB
+    needed = width * kv_bytes(text, tokens, windows=False) / parallel / GIB
     if needed > config.rollout.cpu_kv_cache_gib:
         raise ConfigError(
             f"rollout.cpu_kv_cache_gib={config.rollout.cpu_kv_cache_gib:g}: keys and values of one sequence "

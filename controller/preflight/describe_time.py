@@ -54,7 +54,7 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
     workload = problem.workload
     layout = layout_of(config, cluster)
     step_time = problem.seconds(layout)
-    tokens = workload.totals[0]
+    tokens = workload.tokens
     gpus = max(layout.gpus, cluster.nodes * cluster.gpus)
     variant_times = {words: problem.seconds(variant) for words, variant in changes(layout).items()}
     gains = sorted(

@@ -1,11 +1,14 @@
 """The cost model: FLOPs counted by hand, config forms, refusals."""
 
+import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from balancing import BalancingError, CostModel
+from balancing.basics.windows import Window
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CostModelError, LengthError, OptionError
 
@@ -179,3 +182,19 @@ def test_active_experts_are_read_under_kimis_name() -> None:
     names |= {"num_experts": 8, "moe_intermediate_size": 32}
     kimi, others = (names | {name: 3} for name in ("num_experts_per_token", "num_experts_per_tok"))
     assert CostModel.from_model_config(kimi) == CostModel.from_model_config(others)
+
+
+def test_a_window_s_attention_grows_linearly_beyond_it() -> None:
+    mixed = DENSE | {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+    full, windowed = (CostModel.from_model_config(config, training=False) for config in (DENSE, mixed))
+    assert windowed.windows == (Window(100, 0.5),)
+    assert (windowed.linear, windowed.quadratic) == (full.linear, full.quadratic)
+    lengths = np.array([50, 100, 1000])
+    saved = full.workload(lengths) - windowed.workload(lengths)
+    np.testing.assert_allclose(saved, full.quadratic / 2 * np.array([0, 0, 900**2]))
+
+
+def test_a_record_of_a_cost_model_makes_the_same_one() -> None:
+    cost = CostModel(3.0, 0.5, windows=(Window(8, 0.25, chunked=True),))
+    assert CostModel(**json.loads(json.dumps(asdict(cost)))) == cost
+    assert cost.scaled(2.0).windows == cost.windows

@@ -161,10 +161,10 @@ def row(figure: Figure) -> str:
     shape, work, layout = ModelShape.from_model_config(CONFIGS[figure.model]), workload(figure), figure.layout
     gpus = layout.gpus
     found = step_time(shape, layout, work, figure.machine)
-    speed = [work.totals[0] / seconds / gpus for seconds in found.step]
+    speed = [work.tokens / seconds / gpus for seconds in found.step]
 
     def at(factor: float) -> float:
-        return work.totals[0] / step_time(shape, layout, work, figure.machine, scaled(factor)).seconds / gpus
+        return work.tokens / step_time(shape, layout, work, figure.machine, scaled(factor)).seconds / gpus
 
     factor = _bisect(at, figure.tokens_per_gpu, 0.01, 100.0)
     needed = f"{factor:.2f}" if factor < 50 else "none"

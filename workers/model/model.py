@@ -105,7 +105,7 @@ class PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        layers = _layers(self.model)
+        layers = layers_of_decoder(self.model)
         return [] if layers is None else list(layers.children())
 
     @property
@@ -124,7 +124,7 @@ class PackedModel(nn.Module):
 
     def layers_of(self, part: Part) -> list[nn.Module]:
         """Return a part's layers, and those of a trained tower, which are sharded one by one."""
-        layers = _layers(self.model)
+        layers = layers_of_decoder(self.model)
         tower = self.tower_blocks if part.first else []
         return tower + ([] if layers is None else [layers.get_submodule(str(index)) for index in part.layers])
 
@@ -193,7 +193,7 @@ class PackedModel(nn.Module):
             read = self.vision.embedded(rows)
         with (
             activations_on_host(rows.input_ids.device) if self.activation_offload else nullcontext(),
-            carried(_layers(self.model), passing),
+            carried(layers_of_decoder(self.model), passing),
         ):
             output = decoder_of(self.model)(use_cache=False, **read, **arguments)
         if passing is not None and not passing.part.last:
@@ -352,7 +352,7 @@ def _filled_without_numbers(
 def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
     if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
         return False
-    layers = _layers(model)
+    layers = layers_of_decoder(model)
     owners = {name for name, part in model.named_modules() if part is layers or not any(part.children())}
     parts = weight.split(".")
     return any(".".join(parts[:count]) in owners for count in range(1, len(parts)))
@@ -400,7 +400,7 @@ def described(model: Any) -> str:
 def _check_layers(packed: PackedModel) -> None:
     problem = ""
     owners = [set(map(id, layer.parameters())) for layer in packed.layers]
-    if _layers(packed.model) is None:
+    if layers_of_decoder(packed.model) is None:
         problem = "has no list of layers"
     elif sum(map(len, owners)) > len(set().union(*owners)):
         problem = "has layers that share parameters"
@@ -456,7 +456,7 @@ def _use_own_attention(packed: PackedModel, setting: str) -> None:
         )
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
+def layers_of_decoder(model: PreTrainedModel) -> nn.ModuleList | None:
     return next((child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)), None)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from balancing.model_counts import model_windows
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.chat_templates import read_template
 from workers.config.model import RECOMPUTED
@@ -69,13 +70,14 @@ class ShardedModel:
         self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
         self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
-        self.parallel, self.clock = make_parallel(self.device, parallel), MicroStepClock(self.device)
+        self.parallel = make_parallel(self.device, parallel)
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
         parameter_dtype = torch.promote_types(self.dtype, torch.float32)
         source = self._source(parameter_dtype)
         self.module = source.module
         if head == "value":
             name_pad_token(self.module.model.config, self.tokenizer)
+        self.clock = MicroStepClock(self.device, model_windows(self.module.model.config))
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
         self._check_model()

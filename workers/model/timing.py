@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from balancing.basics.windows import Window, attended_squares
+
 MOST_KEPT = 100_000
 """Micro-steps kept for `take`. Older ones are dropped, so that memory stays bounded if it is never called."""
 
@@ -26,9 +28,9 @@ class MicroStepTime:
     """Record one micro-batch on one rank.
 
     name: the pass, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock.
-    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2. A shared prefix of S tokens
-    counts once: S and S**2 less for each other sequence. image_tokens: the same sums over the images. These
-    are the regressors of `balancing.cost_model`.
+    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2, as far as layers see them
+    (balancing.basics.windows). A shared prefix of S tokens counts once: S and S**2 less for each other
+    sequence. image_tokens: the same sums over the images. These are the regressors of `balancing.cost_model`.
     """
 
     name: str
@@ -53,10 +55,13 @@ class MicroStep:
     name: str
     regressors: Tensor
     of_images: Tensor
+    windows: tuple[Window, ...] = ()
     parts: list[tuple[Any, Any]] = field(default_factory=list)
 
     def leave_out(self, prefixes: Sequence[int]) -> None:
-        self.regressors = self.regressors - _regressors(torch.tensor(prefixes, dtype=torch.int64))
+        self.regressors = self.regressors - _regressors(
+            torch.tensor(prefixes, dtype=torch.int64), self.windows
+        )
 
     def share(self, degree: int) -> None:
         """Count the part of one of `degree` ranks. Each computes all images."""
@@ -66,7 +71,9 @@ class MicroStep:
 class MicroStepClock:
     """Measure on the computing device: a host clock would see only kernel launches on a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, windows: tuple[Window, ...] = ()) -> None:
+        """windows: of the model's layers."""
+        self._windows = windows
         self._on_gpu = device.type == "cuda"
         self._measured: deque[MicroStep] = deque(maxlen=MOST_KEPT)
         self._origin: tuple[float, Any] | None = (
@@ -79,7 +86,8 @@ class MicroStepClock:
         each.
         """
         self._origin = self._origin or self._now()
-        step = MicroStep(name, _regressors(lengths), _regressors(torch.tensor(images, dtype=torch.int64)))
+        of_images = _regressors(torch.tensor(images, dtype=torch.int64))
+        step = MicroStep(name, _regressors(lengths, self._windows), of_images, self._windows)
         with self.more_of(step):
             yield step
         self._measured.append(step)
@@ -123,5 +131,6 @@ class MicroStepClock:
         return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
 
 
-def _regressors(lengths: Tensor) -> Tensor:
-    return torch.stack([lengths.sum(), (lengths * lengths).sum()])
+def _regressors(lengths: Tensor, windows: tuple[Window, ...] = ()) -> Tensor:
+    squared = attended_squares(lengths.numpy(), windows).sum()
+    return torch.stack([lengths.sum(), torch.tensor(round(float(squared)))])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from balancing.errors import OptionError
 from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload, machine_named, step_time
 from balancing.time_model.training import OF_OPTIMIZER, shares, training
+from tests.balancing.published_models import PUBLISHED
 from tests.balancing.time_model.shapes import QWEN3_30B_A3B, SHAPE
 
 H100 = MACHINES["H100"]
@@ -29,6 +30,23 @@ def test_parameters_are_those_of_the_published_models() -> None:
         3.35e9, rel=0.01
     )  # the embedding is not read
     assert SHAPE.kv == 28 * 2 * 4 * 128
+
+
+def test_hybrids_and_windows_take_less_attention_and_memory_of_engines() -> None:
+    hybrid = ModelShape.from_model_config(PUBLISHED["Qwen3-Next-80B-A3B"].config)
+    assert hybrid.parameters == pytest.approx(79.7e9, rel=0.01)
+    assert hybrid.kept(1000) == 12 * 2 * 2 * 256 * 1000 + PUBLISHED["Qwen3-Next-80B-A3B"].state
+    windowed = ModelShape.from_model_config(PUBLISHED["Gemma-3-4B"].config)
+    of_a_token = 2 * 4 * 256
+    assert windowed.kept(np.array([1000.0, 5000.0])).tolist() == [
+        34 * of_a_token * 1000,
+        5 * of_a_token * 5000 + 29 * of_a_token * 1024,
+    ]
+    long = Workload([0] * 8, [8192] * 8, samples_per_prompt=1)
+    unlimited = replace(windowed, windows=())
+    part, whole = (shares(Layout(max_tokens=8192), long, shape.windows) for shape in (windowed, unlimited))
+    assert part.tokens == whole.tokens
+    assert part.squared == pytest.approx(whole.squared * (1 - 29 / 34 * (7 / 8) ** 2))
 
 
 def test_without_staleness_the_phases_add_up() -> None:
@@ -119,5 +137,5 @@ def test_staleness_gains_what_the_simulated_schedule_gains(staleness: int, faste
         step_time(SHAPE, replace(layout, staleness=each), simulated, machine, efficiency)
         for each in (0, staleness)
     )
-    assert before.phases["update"].seconds == pytest.approx(simulated.totals[0] / 14_000, rel=0.01)
+    assert before.phases["update"].seconds == pytest.approx(simulated.tokens / 14_000, rel=0.01)
     assert before.seconds / after.seconds == pytest.approx(faster, rel=0.15)

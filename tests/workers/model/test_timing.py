@@ -3,6 +3,7 @@ import time
 import pytest
 import torch
 
+from balancing.basics.windows import Window
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
@@ -25,6 +26,14 @@ def test_a_micro_step_is_recorded_with_its_tokens_and_its_place_in_time() -> Non
     assert before - 1e-3 <= first.start <= first.start + first.seconds <= second.start + 1e-6
     assert second.start + second.seconds <= after + 1e-3
     assert first.seconds >= 0.01
+
+
+def test_squared_tokens_are_those_that_layers_see() -> None:
+    clock = MicroStepClock(torch.device("cpu"), (Window(4, 0.5),))
+    with clock.micro_step("update", torch.tensor([3, 10])) as step:
+        step.leave_out([8])
+    squared = 3**2 + 10**2 - 6**2 / 2 - (8**2 - 4**2 / 2)
+    assert [found.squared_tokens for found in clock.take()] == [squared]
 
 
 def test_a_micro_step_is_taken_once_and_not_recorded_if_it_raises() -> None:

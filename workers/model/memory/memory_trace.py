@@ -47,7 +47,7 @@ from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.losses.distillation import WholeLayer, as_numpy
 from workers.model.memory.fake_gpu import DEVICE, FLASH, Ledger, fake_gpus
 from workers.model.optimizer.optimizer import optimizer_state
-from workers.model.rules.families import kv_bytes_per_token
+from workers.model.rules.families import kv_bytes
 from workers.model.sharding.stage_split import split_layers
 from workers.model.skeleton import build_skeleton
 from workers.model.stages.stage_pipeline import layer_costs
@@ -92,7 +92,7 @@ def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     roles = {name: Role.read(fields) for name, fields in request["roles"].items()}
     parallel = ParallelConfig(**request["parallel"])
-    sizes = {name: _sizes(role, parallel) for name, role in roles.items()}
+    sizes = {name: _sizes(role, parallel, request["longest"]) for name, role in roles.items()}
     points = {
         name: _points(request["layers"], roles[name], role_sizes["layers"], parallel)
         for name, role_sizes in sizes.items()
@@ -151,9 +151,9 @@ def _become(ranks: int, rank: int) -> None:
     _ledgers.append(_entered.enter_context(fake_gpus(ranks, rank)).ledger)
 
 
-def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
-    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes of the KV cache a
-    token.
+def _sizes(role: Role, parallel: ParallelConfig, longest: int) -> dict[str, Any]:
+    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes that an engine keeps of a
+    token, on average of the longest sequence.
     """
     with _folder(role.description, 0, role.images.get("folder", "")) as path:
         packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
@@ -174,7 +174,7 @@ def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
         "trained": trained * role.trains,
         "layers": layers,
         "hidden": text.hidden_size,
-        "kv_bytes": kv_bytes_per_token(text),
+        "kv_bytes": kv_bytes(text, longest) / longest,
     }
 
 

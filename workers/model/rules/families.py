@@ -11,6 +11,10 @@ anything starts.
 from collections.abc import Mapping
 from typing import Any
 
+from balancing.errors import CostModelError
+from balancing.model_counts import LayerCounts, count_layers
+from balancing.model_fields import Fields
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 INDEXED = "indexed_attention"
 CHUNKED = "chunked_attention"
@@ -202,22 +206,27 @@ def _rotary_types(features: Mapping[str, Any]) -> list[str]:
     return sorted({kind for kind in kinds if isinstance(kind, str)})
 
 
-def head_size(text: Any) -> int | None:
-    """Return the size of an attention head of a loaded configuration, or None for several sizes."""
-    if getattr(text, "kv_lora_rank", None):
-        return None
-    hidden = getattr(text, "hidden_size", None)
-    heads = getattr(text, "num_attention_heads", None)
-    size: int | None = getattr(text, "head_dim", None) or (hidden // heads if hidden and heads else None)
-    return size
+def head_sizes(text: Any) -> list[int]:
+    """Return the sizes of attention heads of a loaded configuration, ascending, none of latent attention."""
+    return sorted({layer.head for layer in _layers(text)} - {0})
 
 
-def kv_bytes_per_token(text: Any) -> int:
-    """Return the KV-cache bytes of all layers in half precision, by a loaded configuration, or 0
-    if unknown.
+def kv_bytes(text: Any, tokens: int, *, windows: bool = True) -> int:
+    """Return the bytes that an engine keeps of a sequence in half precision, keys, values and states, by a loaded
+    configuration, or 0 if unknown.
+
+    windows: False counts all tokens of layers that look back a limited way, as vLLM asks for where it does not
+    free their blocks.
     """
-    layers = getattr(text, "num_hidden_layers", 0)
-    if rank := getattr(text, "kv_lora_rank", None):  # one compressed vector for all heads
-        return 2 * int(layers) * int(rank + getattr(text, "qk_rope_head_dim", 0))
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 0
-    return 4 * int(layers) * int(heads) * (head_size(text) or 0)
+    kept = 0
+    for layer in _layers(text):
+        reach = layer.window if windows and layer.window else tokens
+        kept += layer.kv * min(tokens, reach) + layer.state
+    return 2 * kept
+
+
+def _layers(text: Any) -> list[LayerCounts]:
+    try:
+        return count_layers(Fields(text))
+    except CostModelError:
+        return []
