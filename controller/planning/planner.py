@@ -23,6 +23,7 @@ from balancing.cost_model import TRAINING_FACTOR, exchange_share
 from balancing.errors import CostModelError, CountError
 from balancing.pipelines.pipeline import Pipeline
 from controller.config import TrainingConfig
+from controller.config.counted_layers import complete_description
 from workers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -
 def counted_costs(config: TrainingConfig) -> CostModel:
     """Count the FLOPs of the model's config.json. Raises ConfigError if it is missing or lacks a size."""
     try:
-        return CostModel.from_model_config(config.model_description(), train_vision=config.model.train_vision)
+        description = complete_description(config.model_description())
+        return CostModel.from_model_config(description, train_vision=config.model.train_vision)
     except CostModelError as error:
         raise ConfigError(
             f"model.path={config.model.path}: {error} Plans weigh sequences by the sizes in its "
@@ -203,7 +205,7 @@ def context_degrees(config: TrainingConfig) -> ContextDegrees | None:
     if parallel.context_parallel_degree == "fixed":
         return None
     ring = parallel.context_parallel_method == "ring"
-    share = exchange_share(config.model_description(), ring=ring)
+    share = exchange_share(complete_description(config.model_description()), ring=ring)
     return ContextDegrees(parallel.context_parallel, share, ring)
 
 

@@ -9,21 +9,17 @@ own GPUs. A tenth of a GPU stays free for unmeasured memory: CUDA contexts, NCCL
 fragmentation.
 """
 
-import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from balancing.cost_model import image_flops
 from controller.config import Config, TrainingConfig
+from controller.config.cached_process import WORKERS, ask_module, cache_file, keep_answer
 from controller.config.file import value_of
 from controller.config.functions import source_file
 from controller.config.model_files import ModelFiles, read_model_files
@@ -43,7 +39,6 @@ TIMEOUT_S = 600
 ASLEEP_GIB, ASLEEP_EAGER_GIB = 1.0, 0.25
 """Of a sleeping engine on each GPU, with CUDA graphs and without: estimates, see docs/placement.md."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-WORKERS = Path(__file__).parents[2] / "workers"
 
 Parts = dict[str, float]
 """GiB by part."""
@@ -154,13 +149,13 @@ def _between(heavier: dict[str, Any], lighter: dict[str, Any], count: int) -> di
 def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
     """Measure, or take the answer to the same request from the cache."""
     trace_request = request(config, layers)
-    cache_file = _cache_file(trace_request)
-    if cache_file.is_file():
-        return Memory(json.loads(cache_file.read_text()))
+    answer_file = _cache_file(trace_request)
+    if answer_file.is_file():
+        return Memory(json.loads(answer_file.read_text()))
     with log_if_slow(print, "measuring the memory on a simulated GPU, once for this layout"):
         memory = _measured(trace_request)
     if not memory.problem:
-        _keep(cache_file, json.dumps(memory.roles))
+        keep_answer(answer_file, json.dumps(memory.roles))
     return memory
 
 
@@ -252,44 +247,15 @@ def _spec(config: TrainingConfig, measured: str) -> RoleSpec:
 
 
 def _cache_file(trace_request: Mapping[str, Any]) -> Path:
-    """Name an answer by the request and all code that it depends on."""
-    key = hashlib.sha256(
-        json.dumps([trace_request, *map(version, ("torch", "transformers"))], sort_keys=True).encode()
-    )
     functions = [role["optimizer"].get("function") for role in trace_request["roles"].values()]
     source_files = [source_file(function) for function in functions if function]
-    for source in sorted([*WORKERS.rglob("*.py"), *filter(None, source_files)]):
-        key.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "ballast" / "memory" / f"{key.hexdigest()[:32]}.json"
-
-
-def _keep(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary_file = file.with_suffix(f".{os.getpid()}")
-        temporary_file.write_text(text)
-        temporary_file.replace(file)
-    except OSError:
-        pass  # without a writable home, every run measures again
+    return cache_file("memory", trace_request, sorted([*WORKERS.rglob("*.py"), *filter(None, source_files)]))
 
 
 def _measured(trace_request: Mapping[str, Any]) -> Memory:
-    try:
-        process = subprocess.run(
-            [sys.executable, "-m", "workers.model.memory.memory_trace"],
-            input=json.dumps(trace_request),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
-            text=True,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return Memory({}, f"the measuring process took more than {TIMEOUT_S} s")
-    if process.returncode or not process.stdout.strip():
-        words = (process.stderr.strip().splitlines() or ["no word"])[-1]
-        return Memory({}, f"the measuring process ended with {process.returncode}: {words}")
-    roles = json.loads(process.stdout.splitlines()[-1])
+    roles, problem = ask_module("workers.model.memory.memory_trace", trace_request, TIMEOUT_S)
+    if problem:
+        return Memory({}, problem)
     problems = [
         f"{role}: {measurement['problem']}" for role, measurement in roles.items() if "problem" in measurement
     ]

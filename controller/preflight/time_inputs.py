@@ -15,6 +15,7 @@ import numpy as np
 from balancing.time_model import Layout, Machine, ModelShape, Workload, machine_named
 from balancing.time_model.memory import Needs
 from controller.config import Config, TrainingConfig
+from controller.config.counted_layers import complete_description
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import FIGURES, Cluster
 from workers.config.model import ATTENTION_KEPT, RECOMPUTED
@@ -28,7 +29,7 @@ DEFAULT = (0.25, 0.8)
 
 def shape_of(config: TrainingConfig) -> ModelShape:
     """Count the policy's model. Adapters of rank r count as their two matrices on every projection."""
-    shape = ModelShape.from_model_config(config.model_description())
+    shape = ModelShape.from_model_config(complete_description(config.model_description()))
     rank = config.model.lora.rank
     return (
         ModelShape(**vars(shape) | {"trained": 24.0 * rank * shape.layers * shape.hidden}) if rank else shape

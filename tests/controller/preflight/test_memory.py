@@ -223,7 +223,7 @@ def test_a_dry_run_measures_every_role_once(
     for role in json.loads(kept.read_text()).values():
         states = (4 * role["sizes"]["parameters"] + 8 * role["sizes"]["trained"]) / 2
         assert role["stages"][0]["states"] == pytest.approx(states, rel=0.01)
-    monkeypatch.setattr("controller.preflight.memory.sys", SimpleNamespace(executable="/no/python"))
+    monkeypatch.setattr("controller.config.cached_process.sys", SimpleNamespace(executable="/no/python"))
     assert main([*arguments, "nodes=1,gpus=2,gpu_gib=0.001,cpus=8"]) == 2
     assert "training needs about" in capsys.readouterr().err
 
@@ -259,7 +259,7 @@ def test_a_measuring_process_that_ends_is_no_refusal(
 ) -> None:
     (workspace / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
     (workspace / "python").chmod(0o755)
-    monkeypatch.setattr("controller.preflight.memory.sys.executable", str(workspace / "python"))
+    monkeypatch.setattr("controller.config.cached_process.sys.executable", str(workspace / "python"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     memory = measure(load(Path("config.yaml"), ("resources.device=cuda",)))
     assert memory == Memory({}, "the measuring process ended with 1: no such module")
