@@ -13,6 +13,9 @@ BLANKS = ("▁", "Ġ")
 ANCHORS = ("\n", ".", "0", "a", "<")
 """Texts to encode another behind. The next is tried if the tokenizer joins or changes the one before."""
 
+SPACED = "a ,a"
+"""Word pieces are joined by blanks."""
+
 Encode = Callable[[str], list[int]]
 
 
@@ -20,6 +23,13 @@ def puts_blank(tokenizer: Any) -> bool:
     """Whether a text begins with a blank that it does not hold."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith(BLANKS)
+
+
+def loses_blanks(tokenizer: Any) -> bool:
+    """Whether a text's ids do not tell where its blanks and line breaks are, as with word pieces."""
+    ids = tokenizer(SPACED, add_special_tokens=False)["input_ids"]
+    text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).strip(" ")
+    return text != SPACED and text.replace(" ", "") == SPACED.replace(" ", "")
 
 
 def decode_behind(tokenizer: Any, ids: Sequence[int], last: int | None) -> str:

@@ -32,6 +32,7 @@ from controller.planning.planner import counted_costs
 from controller.preflight.training_checks import check_caps
 from workers.errors import ConfigError
 from workers.rendering import Renderer
+from workers.text_pieces import loses_blanks
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ def tokenized(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
     if config.rollout.plays_episodes and chats and not config.rollout.runs_agent:
         from workers.episodes.conversation import check_template
 
+        if config.history == "template" and loses_blanks(renderer.tokenizer):
+            raise ConfigError(
+                f"rollout.history={config.rollout.history}: the tokenizer of model.path={config.model.path} "
+                "loses blanks, so no turn is recognised in the text that the chat template renders. Set keep."
+            )
         options = run_options(config, tried_inputs.tools)
         if config.rollout.tools:
             answer = [{"role": "tool", "content": "three"}]
@@ -242,6 +248,11 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     renderer = replace(renderer, placeholders=placeholders)
     if tokenizer.eos_token_id is not None:
         renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
+    if loses_blanks(tokenizer):
+        renderer.unread["blanks"] = (
+            f"model.path={config.model.path}: its tokenizer loses blanks and line breaks. Rewards, environments "
+            "and templates see texts without them."
+        )
     return renderer
 
 

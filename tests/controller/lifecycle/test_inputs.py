@@ -18,6 +18,7 @@ from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from tests.workers.episodes.test_conversation import STOCK
+from tests.workers.tokenizer_schemes import make_word_pieces
 from tests.workers.vision_families import pictures
 from workers.batch.dataproto import DataProto
 from workers.errors import BallastError, DataError
@@ -25,6 +26,13 @@ from workers.rendering import Renderer
 from workers.roles.reward import RewardWorker, ScoreRequest
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
+TOLD = (
+    "from workers.environment import Observation\n\n\n"
+    "class Told:\n"
+    "    def reset(self, record):\n        return ''\n\n"
+    "    def step(self, response):\n        return Observation('2+2=')\n"
+)
+PLAIN_CHAT = "{% for m in messages %}{{ m.role + ' ' + m.content + eos_token }}{% endfor %}"
 ENDLESS = (
     "{% for m in messages %}{% if m.content == 'x' %}{% for i in range(99999) %}{% for j in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
@@ -43,6 +51,29 @@ def refusal(*overrides: str) -> str:
     with pytest.raises(BallastError) as caught:
         read_inputs(load(None, [*SETTINGS, "data.validation=''", *overrides]))
     return f"error: {caught.value}\n"
+
+
+@pytest.mark.parametrize("history", ["auto", "template", "keep"])
+def test_a_tokenizer_that_loses_blanks_is_named_and_plays_no_rewritten_history(
+    workspace: Path, history: str
+) -> None:
+    make_word_pieces(PLAIN_CHAT).save_pretrained("model")
+    (workspace / "chats.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "one"}]}))
+    described = json.loads(Path("model/config.json").read_text()) | {"vocab_size": 256}
+    Path("model/config.json").write_text(json.dumps(described))
+    (workspace / "told.py").write_text(TOLD)
+    played = [
+        "rollout.environment=told.py:Told",
+        "data.max_prompt_tokens=32",
+        "rollout.max_turns=2",
+        "reward.function=''",
+    ]
+    overrides = ["data.train=chats.jsonl", *played, f"rollout.history={history}"]
+    if history == "keep":
+        inputs = read_inputs(load(None, [*SETTINGS, "data.validation=''", *overrides]))
+        assert sum("loses blanks" in line for line in inputs.warnings) == 1
+    else:
+        assert refusal(*overrides).startswith(f"error: rollout.history={history}: ")
 
 
 def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
@@ -145,12 +176,7 @@ def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(works
 def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path) -> None:
     """Stock Qwen3's changes earlier turns, which does not matter."""
     (workspace / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}))
-    (workspace / "told.py").write_text(
-        "from workers.environment import Observation\n\n\n"
-        "class Told:\n"
-        "    def reset(self, record):\n        return ''\n\n"
-        "    def step(self, response):\n        return Observation('2+2=')\n"
-    )
+    (workspace / "told.py").write_text(TOLD)
     template = workspace / "model" / "chat_template.jinja"
     overrides = [
         "data.train=chat.jsonl",

@@ -10,13 +10,14 @@ import pytest
 from tokenizers import Regex, normalizers
 
 from controller.offline.tokenized import Example, example_row, scored_row
-from tests.workers.tokenizer_schemes import SCHEMES, make_tokenizer
+from tests.workers.tokenizer_schemes import SCHEMES, make_tokenizer, make_word_pieces
 from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import Asked
 from workers.engine.requests import Response, not_sampled
 from workers.episodes.conversation import Conversation
 from workers.errors import DataError
 from workers.rendering import Renderer
+from workers.text_pieces import loses_blanks
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
@@ -176,3 +177,8 @@ def test_a_tokenizer_that_joins_everything_is_refused_by_name() -> None:
     tokens.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[.0a<\n]"), "t")])
     with pytest.raises(DataError, match=r"model\.path"):
         Renderer(tokens).ids_behind("wo", encoded(tokens, "one")[-1], "record 1")
+
+
+def test_only_word_pieces_lose_blanks() -> None:
+    assert not any(loses_blanks(make_tokenizer(scheme)) for scheme in SCHEMES)
+    assert loses_blanks(make_word_pieces())
