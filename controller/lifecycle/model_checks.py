@@ -24,6 +24,8 @@ from workers.user_code.functions import check_optimizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from workers.model.quantized import Quantization
+
 GIB = 1 << 30
 MOST_BYTES = 2 * GIB
 SHARE_OF_MEMORY = (
@@ -78,6 +80,7 @@ def check_models(config: TrainingConfig, log: Callable[[str], None] = print) -> 
     if isinstance(config, Config):
         _check_token_ids(config, _vocabulary(policy))
         _check_engine(config, policy)
+        check_all_weights_are_sent(config, policy)
     for role in _roles(config):
         if role.key == "model.path":
             continue
@@ -273,6 +276,34 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
         )
 
 
+def check_all_weights_are_sent(config: Config, model: "PreTrainedModel") -> None:
+    """Raise ConfigError if the engines of a quantized checkpoint, which read no weights, would miss some."""
+    quantization = _quantization(config.model.path, "model.path")
+    if quantization is None:
+        return
+    key = (
+        f"model.path={config.model.path}: engines get weights quantized by {quantization.method} from the "
+        "trainer"
+    )
+    if config.model.lora.policies > 1:
+        raise ConfigError(
+            f"{key}, which sends adapters alone with model.lora.policies={config.model.lora.policies}. Set "
+            "1, or take the model in bfloat16."
+        )
+    sees = hasattr(model, "get_image_features")
+    if sees and not config.model.train_vision and config.rollout_placement != "colocated":
+        raise ConfigError(
+            f"{key}, which sends no frozen vision tower. Set model.train_vision=true or "
+            "rollout.placement=colocated, or take the model in bfloat16."
+        )
+
+
+def _quantization(path: str, key: str) -> "Quantization | None":
+    from workers.model.quantized import quantization_of
+
+    return quantization_of(read_model_files(path, key).description, f"{key}={path}")
+
+
 def numerics_lines(config: TrainingConfig) -> Iterator[str]:
     """Yield a line per model: its check against the reference if it is small enough, else the reason.
 
@@ -282,6 +313,13 @@ def numerics_lines(config: TrainingConfig) -> Iterator[str]:
     for role in _roles(config):
         size = weight_bytes(role.model.path, role.key)
         limit = _most_bytes()
+        if size and (quantization := _quantization(role.model.path, role.key)):
+            stored = size
+            size = _plain_bytes(role, quantization)
+            yield (
+                f"weights: {role.key} has {stored / GIB:.1f} GiB quantized by {quantization.method}, read as "
+                f"{size / GIB:.1f} in bfloat16 for engines and {2 * size / GIB:.1f} in float32 for training"
+            )
         if not size:
             yield f"numerics: {role.key} has no weights on this machine. The run checks it at its start"
         elif size > limit:
@@ -293,6 +331,15 @@ def numerics_lines(config: TrainingConfig) -> Iterator[str]:
             largest, unit = _measured(role)
             rows = f"{role.model.layout} rows of {role.key}"
             yield f"numerics: {rows} match the model's own forward pass within {largest:.1e}{unit}"
+
+
+def _plain_bytes(role: Role, quantization: "Quantization") -> int:
+    """Return the bytes of a quantized model's weights in half precision."""
+    from workers.model.skeleton import weight_shapes
+
+    shapes = weight_shapes(read_model_files(role.model.path, role.key).folder)
+    plain = quantization.plain_shapes(shapes, f"{role.key}={role.model.path}")
+    return 2 * sum(math.prod(shape) for shape in plain.values())
 
 
 def _most_bytes() -> float:

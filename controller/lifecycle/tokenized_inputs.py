@@ -250,8 +250,8 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
         renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
     if loses_blanks(tokenizer):
         renderer.unread["blanks"] = (
-            f"model.path={config.model.path}: its tokenizer loses blanks and line breaks. Rewards, environments "
-            "and templates see texts without them."
+            f"model.path={config.model.path}: its tokenizer loses blanks and line breaks. Rewards, "
+            "environments and templates see texts without them."
         )
     return renderer
 

@@ -14,6 +14,7 @@ from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.run import StandIns
 from tests.controller.tokenizer_file import write_tokenizer
 from tests.workers.model.broken import as_broken, save_broken_model
+from tests.workers.model.quantized_checkpoints import quantize_checkpoint
 from tests.workers.model.tiny import save_tiny_model
 from workers.errors import UnsupportedModelError
 from workers.model.engine import TrainingEngine
@@ -38,6 +39,22 @@ def test_a_dry_run_says_how_well_each_model_is_computed(
     )
     assert lines[0].endswith("e-06 nats") or lines[0].endswith("e-07 nats")
     assert "critic.path" in lines[1]
+
+
+def test_a_dry_run_says_what_quantized_weights_take(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_model(workspace / "tiny", head_dim=32, hidden_size=64)
+    write_tokenizer(workspace / "tiny")
+    assert quantize_checkpoint(workspace / "tiny", workspace / "plain", "fp8 channels") > 0
+    assert dry_run("model.path=tiny") == 0
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(("weights", "numerics"))
+    ]
+    assert lines[0].startswith(
+        "weights: model.path has 0.0 GiB quantized by compressed-tensors, read as 0.0 in "
+    )
+    assert "match the model's own forward pass" in lines[1]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,18 @@ def engine_arguments(
         **device,
     )
     check_engine_options(config.engine)
-    return AsyncEngineArgs(**(arguments | config.engine))
+    return AsyncEngineArgs(**(arguments | config.engine | plain_arguments(model.path)))
+
+
+def plain_arguments(path: str) -> dict[str, Any]:
+    """Return arguments for a quantized checkpoint: the trainer sends plain weights before the first request,
+    and vLLM's quantized layers would not take them.
+    """
+    from workers.model.quantized import quantization_of, without_quantization
+
+    if quantization_of(_description(path), f"model.path={path}") is None:
+        return {}
+    return {"load_format": "dummy", "hf_overrides": without_quantization}
 
 
 def carries_state(path: str) -> bool:

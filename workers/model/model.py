@@ -44,6 +44,7 @@ from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
 from workers.model.attention.selected_attention import NO_MASK, find_indexers, select_by_segment
 from workers.model.losses.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
 from workers.model.optimizer.optimizer import is_vector
+from workers.model.quantized import quantization_of, read_plain, without_quantization
 from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import (
     IMAGES_SEE_AHEAD,
@@ -291,13 +292,19 @@ def read_pretrained(
     none. Raises as `load_model` does.
     """
     hf_config = read_config(config.path, **options)
+    key = f"model.path={config.path}"
+    quantization = quantization_of(hf_config, key)
+    hf_config = without_quantization(hf_config)
     try:
         if skeleton:
             with torch.device("meta"):
                 model = auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False)
             if shapes is None:
                 return model, []
+            shapes = quantization.plain_shapes(shapes, key) if quantization else shapes
             model, info = _filled_without_numbers(model, dtype, shapes)
+        elif quantization is not None:
+            model, info = read_plain(auto_class, hf_config, dtype, config.path, quantization)
         else:
             model, info = auto_class.from_pretrained(
                 config.path,

@@ -29,6 +29,7 @@ from workers.model.model import (
     read_config,
     read_pretrained,
 )
+from workers.model.quantized import quantization_of
 from workers.model.value_head import HEAD, LOADERS
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -68,6 +69,11 @@ def build_skeleton(
 def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreTrainedModel:
     """Do the same for a model that is only sampled from, which the training engine's rules do not bind."""
     check_kind(folder, ("lm",))
+    if quantization := quantization_of(read_config(str(folder)), f"model.path={folder}"):
+        raise UnsupportedModelError(
+            f"model.path={folder}: weights quantized by {quantization.method} are trained, and without a "
+            "trainer no engine gets them. Take them in bfloat16."
+        )
     shapes = weight_shapes(folder) if weights else None
     with _quiet():
         settings = replace(settings, path=str(folder))
@@ -97,12 +103,7 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
             )
         raise ConfigError(f"{key}: {problem}.")
     config = read_config(str(folder))
-    quantized = getattr(config, "quantization_config", None)
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise UnsupportedModelError(
-            f"{key}: weights quantized by {method} are not trained. Take them in bfloat16."
-        )
+    quantization_of(config, key)
     if heads[0] == "value" and type(config) in CLASSES["lm"][1] and type(config) not in CLASSES["value"][0]:
         raise UnsupportedModelError(
             f"{key}: {family} reads images, and has no value head. Take a model of text."

@@ -4,14 +4,20 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import sampling_params
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from controller.config import load
 from controller.fit import main
-from controller.lifecycle.model_checks import CPU_HEAD_SIZES, KV_BLOCK_TOKENS
+from controller.lifecycle.model_checks import (
+    CPU_HEAD_SIZES,
+    KV_BLOCK_TOKENS,
+    check_all_weights_are_sent,
+)
 from controller.preflight.engine_checks import COLDEST
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.controller.config_workspace import MODEL, check_everything, refusal, write_model
@@ -19,7 +25,7 @@ from tests.controller.tokenizer_file import END
 from tests.controller.weight_files import qwen2_weights, write_weight_file
 from workers.config.model import ModelConfig
 from workers.engine.vllm_interface import CPU_KV_BLOCK_TOKENS
-from workers.errors import UnsupportedModelError
+from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.skeleton import build_skeleton, check_kind
 
 WEIGHTS, INDEX = Path("model/model.safetensors"), Path("model/model.safetensors.index.json")
@@ -135,7 +141,7 @@ CASES = {
         "is not a causal language model",
     ),
     "end outside": (described(eos_token_id=32), "eos_token_id 32 is outside the vocabulary of 32"),
-    "quantized": (described(quantization_config={"quant_method": "mxfp4"}), "quantized by mxfp4"),
+    "quantized": (described(quantization_config={"quant_method": "gptq"}), "quantized by gptq"),
 }
 
 
@@ -243,6 +249,33 @@ def test_a_model_that_the_settings_cannot_train_is_refused(
     text = refusal(*overrides)
     assert named in text
     assert "model.path=None" not in text
+
+
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "sees", "named"),
+    [
+        (QUANTIZED, ("model.lora.rank=4", "model.lora.policies=2"), False, "model.lora.policies=2"),
+        (QUANTIZED, (), True, "model.train_vision=true"),
+        (QUANTIZED, ("model.train_vision=true",), True, ""),
+        (QUANTIZED, (GPU, "rollout.placement=colocated"), True, ""),
+        (QUANTIZED, (), False, ""),
+        ({}, ("model.lora.rank=4", "model.lora.policies=2"), True, ""),
+    ],
+)
+def test_engines_that_read_no_weights_get_all(
+    workspace: Path, changes: dict[str, Any], overrides: tuple[str, ...], sees: bool, named: str
+) -> None:
+    described(**changes)()
+    model = Mock(spec=["get_image_features"] if sees else [])
+    config = load("config.yaml", list(overrides))
+    if not named:
+        check_all_weights_are_sent(config, model)
+        return
+    with pytest.raises(ConfigError, match=named):
+        check_all_weights_are_sent(config, model)
 
 
 @pytest.mark.parametrize(

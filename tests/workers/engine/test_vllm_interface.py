@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.benchmarks.families.shrinking import tiny_config
@@ -120,6 +120,19 @@ def test_type_and_weight_transfer_follow_the_placement(
         assert default.gpu_memory_utilization == (0.9 if placement == "apart" else 0.5)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_engine_of_a_quantized_checkpoint_waits_for_plain_weights(tmp_path: Path, nested: bool) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = tiny_config("qwen2").to_dict() | ({"text_config": quantized} if nested else quantized)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
+    asked = RolloutConfig(engine={"load_format": "safetensors"})
+    arguments = engine_arguments(model, asked, placement="apart", **options)
+    assert arguments.load_format == "dummy"
+    read = PreTrainedConfig(**quantized)
+    assert not hasattr(arguments.hf_overrides(read), "quantization_config")
+
+
 STATES = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
 
 
@@ -137,7 +150,7 @@ def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(
     assert engine_arguments(model, RolloutConfig(), placement="apart", **options).enable_prefix_caching
 
 
-def config_without(field: str) -> PretrainedConfig:
+def config_without(field: str) -> PreTrainedConfig:
     config = tiny_config("lfm2")
     vars(config).pop(field, None)
     return config

@@ -1,5 +1,6 @@
 """A real engine: what it returns and refuses, what becomes of its weights, and episodes."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 
 from tests.controller.engines.generation import generate
 from tests.end_to_end.processes import living
+from tests.workers.model.quantized_checkpoints import quantize_checkpoint
 from tests.workers.rollout import changed_distributions, tiny
 from tests.workers.rollout.engines import (
     LOG_PROB_TOLERANCE,
@@ -42,6 +44,7 @@ from workers.engine.requests import (
 )
 from workers.errors import RolloutError
 from workers.model.engine import TrainingEngine
+from workers.model.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -466,13 +469,19 @@ def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_thei
 
 
 def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
-    ray_session: None, tiny_model_path: Path, capfd: pytest.CaptureFixture[str]
+    ray_session: None, tiny_model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    engines = Engines(tiny_model_path, restarts=1)
-    version = engines.load(tiny.random_model(3))
+    """The files are quantized, and both engines compute with the plain weights that they get."""
+    shutil.copytree(tiny_model_path, tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "plain", "fp8 blocks")
+    engines = Engines(tmp_path / "model", restarts=1)
+    model = load_model(ModelConfig(path=str(tmp_path / "model"), layout="padded"), torch.float32).model
+    version = engines.load(model)
+    assert largest_difference(engines.sample(requests_for(4, samples=1)), model) < LOG_PROB_TOLERANCE
     engines.call("break_after", 5)
     finished = engines.sample(requests_for(16, samples=4), max_new_tokens=200)
     assert {result.weight_version for result, _ in finished} == {version}
+    assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
     assert "rollout replica 0 died: RuntimeError: out of luck; starting a new one" in capfd.readouterr().out
     engines.pool.stop()
 

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 
 from workers.errors import OutputError, clause
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion
+from workers.model.quantized import FIELD
 from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 
 
@@ -159,6 +160,15 @@ def _write_metadata(
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     _copy_files(Path(str(cached_file(source, "config.json", local_files_only=True))).parent, folder)
     _write_config(weights.model, folder, dtype)
+    _describe_as_plain(folder / "config.json")
+
+
+def _describe_as_plain(file: Path) -> None:
+    """Remove the quantization of the source, whose weights were made plain."""
+    description = json.loads(file.read_text(encoding="utf-8"))
+    parts = [description, description.get("text_config") or {}]
+    if any([part.pop(FIELD, None) for part in parts]):  # noqa: C419 (`any` would stop at the first)
+        file.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_files(source: Path, folder: Path) -> None:
