@@ -96,7 +96,7 @@ def quantize_int4(weight: Tensor) -> tuple[Files, Tensor]:
 
 
 FORMS = {
-    "fp8 blocks": (FP8, quantize_blocks, "proj.weight"),
+    "fp8 blocks": (FP8, quantize_blocks, ("proj.weight", "w1.weight", "w2.weight", "w3.weight")),
     "fp8 channels": (CHANNELS, quantize_channels, "proj.weight"),
     "mxfp4": (MXFP4, quantize_mxfp4, ("experts.gate_up_proj", "experts.down_proj")),
     "int4": (INT4, quantize_int4, ("gate_proj.weight", "up_proj.weight", "down_proj.weight")),

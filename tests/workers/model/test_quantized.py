@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MiniMaxM2Config
 
-from tests.workers.model.cpu_engine import build_engine
+from tests.workers.model.checkpoint.test_checkpoint_names import leave
+from tests.workers.model.cpu_engine import assert_same, build_engine
 from tests.workers.model.quantized_checkpoints import CHANNELS, INT4, quantize_checkpoint
+from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from workers.config.roles import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
@@ -96,6 +98,16 @@ def test_a_saved_model_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     expected = load_file(plain / "model.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name].float()) for name in expected)
+
+
+def test_ranks_that_share_a_quantized_model_give_out_plain_weights(
+    tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = save_quantized(tmp_path, *CASES[3], monkeypatch)
+    expected = {name: weight.bfloat16() for name, weight in load_file(plain / "model.safetensors").items()}
+    expected["lm_head.weight"] = expected["model.embed_tokens.weight"]  # tied
+    for (sent,) in ranks.run(leave, 2, str(path), [None], {"expert_parallel": 2}):
+        assert_same(sent, expected)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
