@@ -41,6 +41,7 @@ from workers.config.roles import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
+from workers.model.attention.mixers import check_mixers, find_mixers, split_by_segment
 from workers.model.attention.selected_attention import NO_MASK, find_indexers, select_by_segment
 from workers.model.losses.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
 from workers.model.optimizer.optimizer import is_vector
@@ -55,7 +56,6 @@ from workers.model.rules.families import (
     required_features,
 )
 from workers.model.rules.model_rules import check_kernel_features, check_layout
-from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_segment
 from workers.model.sharding.parallel import full_tensor
 from workers.model.sharding.stage_layers import Part, Passing, carried
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_vocabulary

@@ -19,7 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 INDEXED = "indexed_attention"
 CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv", "recurrent", "mamba", "hybrid")
-"""Layers that carry a state from token to token, see `recurrent`. `hybrid` ones also have attention."""
+"""Layers that carry a state from token to token, see `mixers`. `hybrid` ones also have attention."""
 WITHOUT_CONTEXT = ("moe", "mlp")
 
 LAYER_TYPES = {

@@ -16,8 +16,8 @@ from tests.benchmarks.families.published import published, tiny_description
 from tests.benchmarks.families.whole import build_published, first_line, train_published
 from tests.workers.model.ranks import RankPool
 from workers.config.roles import ModelConfig
+from workers.model.attention.mixers import find_mixers
 from workers.model.model import load_model
-from workers.model.rules.recurrent import find_mixers
 
 
 def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict[str, Outcome]:

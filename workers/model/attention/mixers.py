@@ -1,23 +1,32 @@
 """Layers that carry a state from token to token (state spaces, linear attention, short convolutions), packed.
 
-    layer(hidden, packed_attention=...)      a hook tells the layer's mixers the lengths of the row's segments
-      mixer(hidden [1, T, H]) --split--> [1, L, H] each --the mixer, from an empty state--> joined [1, T, H]
+    layer(hidden, packed_attention=...)      a hook tells the layer's mixers the segments of the row
+      mixer(hidden [1, T, H])  --its functions along the sequence follow the segments, see `states`--> [1, T, H]
+                               --others are called with a batch [n, L, H] of like segments-------------> [1, T, H]
 
-The mixer is called once a segment, so that no state reaches the next sequence. The rest of the layer sees the
-whole row. The hook runs inside gradient checkpointing.
+So no state reaches the next sequence. The rest of the layer sees the whole row. The hook runs inside gradient
+checkpointing. `torch.compile` leaves mixers out: a graph of their loops took minutes.
 
 A mixer is a module that holds a convolution along the sequence, as in all families with a state but MiniMax.
 
-Shapes: T tokens of the row, L of one segment, H hidden size.
+Shapes: T tokens of the row, n segments of a batch, at most L tokens each, H hidden size.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workers.errors import UnsupportedModelError
+from workers.model.attention.states import (
+    StateRow,
+    follow_rows,
+    follows_rows,
+    in_batches,
+    is_of_row,
+    over_row,
+)
 from workers.model.rules.families import RECURRENT
 
 
@@ -53,27 +62,24 @@ def split_by_segment(layers: Iterable[nn.Module]) -> None:
 class _Mixer:
     def __init__(self, mixer: nn.Module) -> None:
         self._forward = mixer.forward
-        self.lengths = ()
-        mixer.forward = self  # type: ignore[method-assign, assignment]
+        self._follows_rows = follows_rows(mixer)
+        self.row: StateRow | None = None
+        if self._follows_rows:
+            follow_rows(mixer)
+        mixer.forward = torch.compiler.disable(self)  # type: ignore[method-assign, assignment]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        everything: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
-        # A mixer inside another mixer is called with one segment.
-        if len(self.lengths) < 2 or not any(map(self._is_of_row, everything.values())):
+        row = self.row
+        if row is None:
             return self._forward(*arguments, **named)
-        parts = {name: self._split(value) for name, value in everything.items()}
-        outputs = []
-        for index in range(len(self.lengths)):
-            segment = {name: part[index] for name, part in parts.items()}
-            positional = [segment.pop(place) for place in range(len(arguments))]
-            outputs.append(self._forward(*positional, **segment))
-        return _joined(outputs)
-
-    def _split(self, value: Any) -> Any:
-        return value.split(self.lengths, dim=1) if self._is_of_row(value) else [value] * len(self.lengths)
-
-    def _is_of_row(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == sum(self.lengths)
+        if self._follows_rows:
+            with over_row(row):
+                return self._forward(*arguments, **named)
+        # A mixer inside another mixer is called with a batch.
+        sees_row = any(is_of_row(row, value) for value in (*arguments, *named.values()))
+        if len(row.lengths) < 2 or not sees_row:
+            return self._forward(*arguments, **named)
+        return in_batches(row, self._forward, *arguments, **named)
 
 
 class _SegmentHook:
@@ -83,11 +89,4 @@ class _SegmentHook:
     def __call__(self, layer: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
         attention = named.get("packed_attention")
         for mixer in self._mixers:
-            mixer.lengths = () if attention is None else attention.lengths
-
-
-def _joined(outputs: list[Any]) -> Any:
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(outputs, dim=1)
-    # The first of further results, such as a cache, is kept.
-    return (torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:])
+            mixer.row = None if attention is None else attention.states

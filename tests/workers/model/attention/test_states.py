@@ -1,0 +1,88 @@
+"""Mixers over packed rows, against the same mixers with one sequence at a time, in float64."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tests.benchmarks.families.measuring import fill_zeros
+from tests.benchmarks.families.shrinking import tiny_config
+from tests.workers.model.float64 import compute_states_in_float64
+from workers.model.attention.attention import RowAttention
+from workers.model.attention.mixers import find_mixers, split_by_segment
+from workers.model.attention.states import CHUNK, StateRow, follows_rows, like_segments
+
+LENGTHS = (3, 70, 1, 130, 64, 5, 2)
+FAMILIES = {
+    "qwen3_next": True,
+    "qwen3_5_text": True,
+    "kimi_linear": True,
+    "nemotron_h": True,
+    "falcon_h1": True,
+    "lfm2": True,
+    "jamba": False,  # Mamba-1
+}
+"""Whether a family's mixers look along the sequence by functions that follow the row."""
+
+
+class Layer(nn.Module):
+    """A layer with nothing but a mixer, called as transformers' layers call theirs."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, hidden: Tensor, packed_attention: Any = None) -> Tensor:
+        output = self.mixer(hidden)
+        return output if isinstance(output, Tensor) else output[0]
+
+
+def layer_of(family: str) -> Layer:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float64).eval()
+    fill_zeros(model)
+    compute_states_in_float64(model)
+    (mixer, *_) = (mixer for layer in model.base_model.layers for mixer in find_mixers(layer))
+    return Layer(mixer)
+
+
+def outcome(layer: Layer, hidden: Tensor, weights: Tensor, *, packed: bool) -> list[Tensor]:
+    """The output [1, T, H], and the gradients of its weighted sum."""
+    hidden = hidden.clone().requires_grad_()
+    if packed:
+        row = StateRow(LENGTHS, hidden.device)
+        output = layer(hidden, packed_attention=RowAttention(lambda: hidden, row))
+    else:
+        output = torch.cat([layer(part) for part in hidden.split(LENGTHS, dim=1)], dim=1)
+    trained = [hidden, *layer.parameters()]
+    gradients = torch.autograd.grad((output * weights).sum(), trained, allow_unused=True)
+    return [output, *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_is_computed_as_its_sequences_alone(family: str) -> None:
+    layer = layer_of(family)
+    assert follows_rows(layer.mixer) == FAMILIES[family]
+    size = next(child for child in layer.mixer.modules() if isinstance(child, nn.Linear)).in_features
+    hidden = torch.randn(1, sum(LENGTHS), size, dtype=torch.float64)
+    weights = torch.randn_like(hidden)
+    expected = outcome(layer, hidden, weights, packed=False)
+    split_by_segment([layer])
+    actual = outcome(layer, hidden, weights, packed=True)
+    assert len(actual) == len(expected) > 3
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_batch_has_more_tokens_than_padding_and_all_batches_few_steps(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [int(2 ** draw.uniform(0, 14)) for _ in range(draw.randint(1, 80))]
+    batches = like_segments(lengths)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    chunks = [[-(-lengths[index] // CHUNK) for index in batch] for batch in batches]
+    assert all(2 * min(batch) > max(batch) for batch in chunks)
+    assert sum(max(batch) for batch in chunks) < 2 * max(map(max, chunks))
