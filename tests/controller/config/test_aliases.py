@@ -9,6 +9,7 @@ from controller.config import Config, TrainingConfig, load_as
 from controller.config.aliases import answer, counterparts
 from controller.config.file import settings
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.suggestions import suggestion
 from workers.errors import ConfigError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
@@ -85,6 +86,26 @@ def test_the_table_names_settings_and_values_that_load() -> None:
 )
 def test_an_answer_is_of_the_section_that_was_asked_for(key: str, answer: str) -> None:
     assert answer in message(Config, key)
+
+
+KEYS = ["run.name", "run.steps", "policy.optimizer.learning_rate", "rollout.sampling.top_p"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("run.nam", "did you mean run.name?"),
+        ("runn.steps", "did you mean run.steps?"),
+        ("policy.learning_rat", "did you mean policy.optimizer.learning_rate?"),
+        ("learning_rates", "did you mean policy.optimizer.learning_rate?"),
+        ("elsewhere.steps", "the configuration has run, policy, rollout."),  # the section counts
+        ("run.colour", "run has name, steps."),
+        ("policy.optimizer.colour", "policy.optimizer has learning_rate."),
+        ("policy.colour", "policy has optimizer."),
+    ],
+)
+def test_a_wrong_key_gets_the_nearest_or_what_its_section_has(key: str, words: str) -> None:
+    assert suggestion(key, KEYS) == words
 
 
 def test_a_counterpart_that_only_another_command_has_is_not_offered() -> None:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from controller.config import Config, load, load_as, to_yaml
 from controller.config.file import Setting, settings, value_of
@@ -289,6 +290,19 @@ def test_old_names_are_read_and_one_line_says_the_new_ones(
         f"{file}: policy.ranks is now policy.data_parallel, policy.max_tokens"
     )
     assert load_as(SftConfig, None, ["model.path=m", "data.over_long=error"]).data.overlong_records == "error"
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_three_new_names_are_said_and_the_others_counted(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old_names = ["policy.ranks=2", "policy.max_tokens=96", "data.over_long=error", "run.other_data=restart"]
+    file = tmp_path / f"{count}.yaml"  # a line is printed once
+    OmegaConf.save(OmegaConf.from_dotlist(old_names[:count]), file)
+    load_as(Config, file, ["model.path=m"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.count(" is now ") == min(count, 3)
+    assert ("and 1 more in" in line, "more" in line) == (count == 4, count == 4)
 
 
 def test_an_old_name_beside_the_new_one_or_with_a_wrong_value_is_refused() -> None:

@@ -9,8 +9,8 @@ import cloudpickle
 import pytest
 
 from controller.config import Config, load
-from controller.config.python_rewards import NONE_GIVEN, give_rewards
-from controller.config.sections import RewardConfig
+from controller.config.python_rewards import NONE_GIVEN, give_rewards, give_step
+from controller.config.sections import RewardConfig, RunConfig
 from controller.lifecycle.reward_inputs import reward_functions
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
@@ -131,3 +131,14 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(
     with refused(named):
         config, given = given_config(workspace, reward)
         reward_functions(config, RECORD, call_functions=given)
+
+
+def test_a_step_is_a_function_or_its_name_or_none() -> None:
+    settings = RunConfig()
+    assert (give_step(settings, None), settings.step) == (NONE_GIVEN, RunConfig().step)
+    assert (give_step(settings, "loops.py:mine"), settings.step) == ({}, "loops.py:mine")
+    (name,) = give_step(settings, with_bonus)
+    assert name == settings.step == "callable:with_bonus"
+    for step in (5, ["loops.py:mine"]):
+        with refused("step="):
+            give_step(settings, step)

@@ -73,6 +73,23 @@ def test_a_command_without_a_role_does_not_use_it() -> None:
         config.uses("studnet")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "uses", "starts"),
+    [
+        ([], False, False),
+        (["algorithm.loss.kl_coefficient=0.1"], True, True),
+        (["algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"], True, False),  # without its adapters
+        (["model.lora.rank=4"], False, False),
+    ],
+)
+def test_a_reference_has_ranks_of_its_own_if_it_is_used_and_not_the_policy(
+    overrides: list[str], uses: bool, starts: bool
+) -> None:
+    config = load_as(Config, None, ["model.path=model", *overrides])
+    assert (config.uses("reference"), config.starts("reference")) == (uses, starts)
+    assert ("reference" in config.training_roles) == starts
+
+
 def test_a_new_row_reaches_limits_layout_workers_and_estimates(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     model = str(tmp_path / "model")
