@@ -1,11 +1,20 @@
 """The harness of mutants changes code and nothing else."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.mutate import QUICK, files_that_test, mutants_of
+from tests.mutate import (
+    QUICK,
+    files_that_test,
+    mutants_of,
+    new_code,
+    replace_code,
+    statement_line,
+    with_recorder,
+)
 
 SOURCE = '''"""Words: 1 < 2."""
 from x import low_end
@@ -37,10 +46,52 @@ def test_mutants_change_operators_bounds_masks_and_names(tmp_path: Path) -> None
         compile(source[: mutant.start] + mutant.after.encode() + source[mutant.end :], str(file), "exec")
 
 
+LOADED = """
+LIMIT = 1
+def outer(value, add=2):
+    if value > LIMIT:
+        return [(lambda x: x + add)(v) for v in (
+            value,
+            value * 2,
+        )]
+    return []
+"""
+
+
+def test_a_loaded_function_gets_the_code_of_its_mutant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "loaded_by_mutants.py"
+    file.write_text(LOADED)
+    monkeypatch.syspath_prepend(tmp_path)
+    outer = importlib.import_module("loaded_by_mutants").outer
+    source = file.read_bytes()
+    replace_code(file, new_code(file, source, source.replace(b"x + add", b"x - add")) or {})
+    assert outer(5) == [3, 8]
+    for at_import in (b"LIMIT = 2", b"add=3"):
+        changed = re.sub(at_import[:-1] + rb"\d", at_import, source)
+        assert changed != source and new_code(file, source, changed) is None
+
+
+def test_a_recorder_notes_the_statements_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "recorded_by_mutants.py"
+    file.write_text(LOADED)
+    monkeypatch.syspath_prepend(tmp_path)
+    outer = importlib.import_module("recorded_by_mutants").outer
+    ran = set()
+    monkeypatch.setattr("builtins.__ran__", lambda name, line: ran.add((name, line)), raising=False)
+    source = file.read_bytes()
+    replace_code(file, new_code(file, source, with_recorder(source, "x.py")) or {})
+    assert outer(5) == [7, 12] and ran == {("x.py", 4), ("x.py", 5)}
+    assert [statement_line(source, line) for line in (4, 7, 9)] == [4, 5, 9]
+
+
 def test_mirrored_tests_stand_where_the_file_stands() -> None:
     mirrored, others = files_that_test(Path("balancing/search/packing.py"), Path.cwd())
     assert "tests/balancing/search/test_packing.py" in mirrored
     assert not set(mirrored) & set(others)
+    mirrored, _ = files_that_test(Path("workers/model/losses/value.py"), Path.cwd())
+    assert "tests/workers/model/test_value_head.py" in mirrored  # by the names that the package exports
 
 
 def test_quick_tests_are_those_without_a_marker_that_pytest_knows(pytestconfig: pytest.Config) -> None:
