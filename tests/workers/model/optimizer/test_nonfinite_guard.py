@@ -102,6 +102,21 @@ def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_name
         engine.optimizer_step()
 
 
+@pytest.mark.parametrize("start", [2, 3, 5])
+def test_sequences_of_a_loss_without_number_are_named_by_uid_and_sample(model, start):
+    """Those of its micro-batch, of which eight are named."""
+    engine = build(model, max_skipped_steps=1)
+    sequences = spoil(random_sequences(), 7)
+    columns = sequences.columns | {"sample": torch.arange(11) + 20}
+    objects = {"uid": np.array([f"{uid}" for uid in range(70, 81)], dtype=object)}
+    bad = DataProto(sequences.lengths, sequences.tokens, columns, objects)
+    engine.forward_backward(bad, [(0, start), (start, 11)], without_number(torch.nan), Denominators.of(bad))
+    names = [f"uid {70 + row} sample {20 + row}" for row in range(start, 11)]
+    rest = " and 1 more" if start == 2 else ""
+    with pytest.raises(NonFiniteError, match=f"the loss .*rank 0: {', '.join(names[:8])}{rest}. Look"):
+        engine.optimizer_step()
+
+
 def test_the_count_of_skipped_steps_is_part_of_a_checkpoint(model, tmp_path):
     engine, resumed = build(model, max_skipped_steps=2), build(model, max_skipped_steps=2)
     bad = spoil(random_sequences(), 0)
