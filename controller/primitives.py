@@ -91,7 +91,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """Result of a pass. metrics: of the batch. tokens: columns, which `RemoteBatch.with_tokens` takes."""
 
     metrics: dict[str, float]

@@ -23,11 +23,11 @@ import numpy as np
 
 from balancing import Plan
 from controller.algorithm import advantages
-from controller.algorithm.credit import by_turn, has_offsets, of_sessions
+from controller.algorithm.credit import has_offsets, session_advantages, turn_rewards
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
-from controller.rollout.samples import learned, newly_sampled, sample_numbers, taught_by
+from controller.rollout.samples import assign_teachers, newly_sampled, sample_numbers, trainable_rows
 from workers.batch.metrics import Metric, Metrics, merge, prefixed, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.roles import LossConfig, ValueLossConfig
@@ -70,7 +70,7 @@ def learn(run: "Run", batch: RemoteBatch) -> None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over a step's `learned` samples. mini_batches: rows of each, in order. plan: the policy's."""
+    """A pass over a step's trainable samples. mini_batches: rows of each, in order. plan: the policy's."""
 
     mini_batches: list[np.ndarray]
     plan: Plan
@@ -100,16 +100,16 @@ def collect(run: "Run") -> RemoteBatch:
     groups = np.unique(batch["uid"], return_inverse=True)[1]
     batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch))
     batch = batch.with_meta(step=run.number, steps=run.config.run.steps)
-    return batch if len(learned(batch, run.config.reward)) else batch.select([])
+    return batch if len(trainable_rows(batch, run.config.reward)) else batch.select([])
 
 
 def plan_updates(run: "Run", batch: RemoteBatch) -> list[Epoch]:
     """Draw mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps.
 
-    Rows number the `learned` sequences.
+    Rows number the sequences of `trainable_rows`.
     """
     planner = run.planner
-    batch = learned(batch, run.config.reward)
+    batch = trainable_rows(batch, run.config.reward)
     with run.record.phase("plan"):
         drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
         epochs = [Epoch(rows, planner.plan(batch, rows, "policy.update")) for rows in drawn]
@@ -157,7 +157,7 @@ def with_reference_log_probs(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     if not run.config.uses_reference:
         return batch
     with on_training_roles(run, "log_probs"):
-        outputs = run.roles.of_reference("log_probs")(
+        outputs = run.roles.reference_method("log_probs")(
             batch, run.planner.forward_plan(batch, "reference.log_probs")
         )
     return batch.with_tokens(reference_log_probs=outputs.tokens["log_probs"])
@@ -179,7 +179,7 @@ def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
         "vocabulary": ("hidden_states", ()),
     }[settings.over]
     prompts = {uid: run.buffer.prompts.take(int(uid), 1)[0] for uid in set(batch["uid"].tolist())}
-    names, taught = taught_by(config.teacher, batch, prompts)
+    names, taught = assign_teachers(config.teacher, batch, prompts)
     columns: dict[str, np.ndarray] = {}
     with on_training_roles(run, "log_probs"):
         if settings.over == "vocabulary" and run.roles.teacher is None:
@@ -214,7 +214,7 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
         if critic is not None:
             plan = planner.forward_plan(batch, "critic.values")
             outputs = critic.advantages(
-                _credited(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per
+                _add_baseline_and_turns(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per
             )
             run.record.add(prefixed("critic", advantages.value_metrics(outputs.metrics)))
             batch = batch.with_tokens(**outputs.tokens)
@@ -222,16 +222,18 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
             plan = planner.forward_plan(batch, "policy.log_probs")
             settings = (algorithm.gamma, penalty)
             outputs = run.roles.policy.token_advantages(
-                _credited(run, batch), plan, *settings, algorithm.gamma_per
+                _add_baseline_and_turns(run, batch), plan, *settings, algorithm.gamma_per
             )
             batch = batch.with_tokens(**outputs.tokens)
         elif algorithm.advantage == "gigpo":
             plan = planner.forward_plan(batch, "policy.log_probs")
             penalised = batch.with_columns(reward=batch["reward"] - weight * kl)
-            outputs = run.roles.policy.turn_advantages(_credited(run, penalised), plan)
+            outputs = run.roles.policy.turn_advantages(_add_baseline_and_turns(run, penalised), plan)
             batch = batch.with_tokens(**outputs.tokens)
         elif has_offsets(batch):
-            batch = batch.with_columns(by_turn=of_sessions(algorithm, batch, batch["reward"] - weight * kl))
+            batch = batch.with_columns(
+                by_turn=session_advantages(algorithm, batch, batch["reward"] - weight * kl)
+            )
             outputs = run.roles.policy.turn_advantages(batch, planner.forward_plan(batch, "policy.log_probs"))
             batch = batch.with_tokens(**outputs.tokens)
         else:
@@ -245,13 +247,13 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     return batch
 
 
-def _credited(run: "Run", batch: RemoteBatch) -> RemoteBatch:
+def _add_baseline_and_turns(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     """Give rewards their baseline by group, and their turns, where the estimator has them."""
     algorithm = run.config.algorithm
     rewards = batch["reward"]
     if algorithm.advantage == "reinforce_plus_plus_baseline":
         rewards = advantages.dr_grpo(rewards, batch["group_number"])
-    turns = {"by_turn": by_turn(algorithm, batch, rewards)} if algorithm.reads_turns else {}
+    turns = {"by_turn": turn_rewards(algorithm, batch, rewards)} if algorithm.reads_turns else {}
     return batch.with_columns(reward=rewards, **turns)
 
 
@@ -279,7 +281,7 @@ def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> di
     if run.roles.critic is None:
         return {}
     plans = [
-        run.planner.plan(learned(batch, run.config.reward), epoch.mini_batches, "critic.update")
+        run.planner.plan(trainable_rows(batch, run.config.reward), epoch.mini_batches, "critic.update")
         for epoch in epochs
     ]
     update_metrics = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
@@ -306,7 +308,7 @@ def update_policy(
     )
     run.logprob_check.compare_update(run.number, updated)
     # Only a separate log-prob pass compares sampler and trainer at equal weights.
-    metrics = results(updated) | run.logprob_check.kept(run.number)
+    metrics = results(updated) | run.logprob_check.metrics_before_update(run.number)
     run.record.add(prefixed(recorded_as, metrics))
     return metrics
 
@@ -320,7 +322,7 @@ def _update(
     loss: LossConfig | ValueLossConfig,
 ) -> Metrics:
     parts = []
-    batch = learned(batch, run.config.reward)
+    batch = trainable_rows(batch, run.config.reward)
     with on_training_roles(run, "update"):
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):

@@ -28,7 +28,7 @@ from controller.data.prompts import Prompt, PromptDataset, PromptRules
 from controller.lifecycle.model_card import write_card
 from controller.observability.shown_text import other_columns, shown_prompt
 from controller.observability.step_metrics import update_throughput
-from controller.primitives import Passed, Samples, part_of, token_batch, with_columns
+from controller.primitives import PassResult, Samples, part_of, token_batch, with_columns
 from controller.rollout.buffer import SamplingRound
 from controller.rollout.samples import RolloutBatch, sample_numbers, with_record_columns
 from controller.run import Run
@@ -151,7 +151,7 @@ class OpenRun:
         future = self._lanes.sample(begin, adapter)
         return _then(future, partial(self._sampled, by_uid, record))
 
-    def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[Passed]:
+    def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[PassResult]:
         """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them.
 
         adapter: name of the policy, with model.lora.policies above 1, here and below.
@@ -169,7 +169,7 @@ class OpenRun:
         columns: Mapping[str, Any] | None = None,
         role: str = "policy",
         adapter: str = "",
-    ) -> Future[Passed]:
+    ) -> Future[PassResult]:
         """Add the gradient of a loss to those since the last `step`, and return log-probs of the policy.
 
         loss: a name or settings of a sum (`workers.model.losses.sums`), or of a mean, None for the configured
@@ -212,7 +212,7 @@ class OpenRun:
             return self._run.weight_version
 
         return self._lanes.both(
-            send, adapter, partial(self._run.roles.rollouts.replaced, adapter) if adapter else None
+            send, adapter, partial(self._run.roles.rollouts.versions_to_replace, adapter) if adapter else None
         )
 
     def validate(self) -> Future[dict[str, float]]:
@@ -277,7 +277,7 @@ class OpenRun:
             fix = "Leave it out" if adapter else "Name the policy"
             raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
         if role == "reference" and role in other_roles:
-            return roles.of_reference
+            return roles.reference_method
         if role not in roles.trained:
             raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
         return partial(_method, roles.trained[role], adapter and _checked(adapter))
@@ -323,7 +323,7 @@ class OpenRun:
 
     def _sampled(self, by_uid: Mapping[str, Prompt], record: bool, sampled_batch: RolloutBatch) -> Samples:
         buffer = self._run.buffer
-        rollout = buffer.shaped(buffer.without_dropped(sampled_batch))
+        rollout = buffer.shape_rewards(buffer.without_dropped(sampled_batch))
         batch = with_record_columns(rollout.rows, by_uid, self.config.loss_columns)
         groups = np.unique(batch["uid"], return_inverse=True)[1]
         batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch)).with_meta(
@@ -342,17 +342,17 @@ class OpenRun:
             "record": other_columns(columns, key),
         }
 
-    def _forward(self, method: Any, batch: RemoteBatch, pass_name: str) -> Passed:
+    def _forward(self, method: Any, batch: RemoteBatch, pass_name: str) -> PassResult:
         if pass_name not in self.config.limits:  # of a LoRA policy's reference, without a KL
             pass_name = "policy.log_probs"
         plan = self._run.planner.forward_plan(batch, pass_name)
         with on_training_roles(self._run, "log_probs"):
             outputs = method(batch, plan)
-        return Passed(results(outputs.metrics), outputs.tokens)
+        return PassResult(results(outputs.metrics), outputs.tokens)
 
     def _backward(
         self, method: Callable[[str], Any], batch: RemoteBatch, rows: np.ndarray, loss: Any, role: str
-    ) -> Passed:
+    ) -> PassResult:
         part, plan = part_of(self._run, batch, rows, f"{role}.update")
         with on_training_roles(self._run, "update"):
             if role == "policy":
@@ -366,7 +366,7 @@ class OpenRun:
                 tokens = {}
         if role == "policy":
             self._since.updates.append(metrics)
-        return Passed(results(metrics), tokens)
+        return PassResult(results(metrics), tokens)
 
     def _take_step(self, method: Callable[[str], Any], settings: StepSettings, role: str) -> dict[str, float]:
         with on_training_roles(self._run, "update"):

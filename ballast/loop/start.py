@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from functools import partial
 
 from ballast.loop.open_run import OpenRun
-from controller.checkpoints.run_lock import locked
+from controller.checkpoints.run_lock import lock_run
 from controller.config import Config
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.fit import training
@@ -42,7 +42,7 @@ def prepared(
         return read_inputs(config, log, functions) if config.has_data else inputs_without_data(config)
 
     inputs, console = ready(config, read)
-    return partial(_started, config, inputs, console, locked(config, lambda: None))
+    return partial(_started, config, inputs, console, lock_run(config, lambda: None))
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Case:
     grades: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
 
-    def judged(self, weight: float) -> Score:
+    def add_grade(self, weight: float) -> Score:
         """Return the score with the mean grade. Without a grade the sample fails, and its turns earned
         nothing.
         """
@@ -87,7 +87,7 @@ class Judge:
         self._questions = questions
         self._renderer = renderer
         self._parsing = parser.begin()
-        self._router = engines.begin(settings.sampling, self._answered).router
+        self._router = engines.begin(settings.sampling, self._parse_answers).router
         self._numbers = itertools.count()
         self._asked: dict[str, Sequence[Case]] = {}
         self._counts = dict.fromkeys(COUNTED, 0.0)
@@ -163,7 +163,7 @@ class Judge:
         self._failures = {DROPPED: [], UNPARSED: []}
         return failures
 
-    def _answered(self, results: list[SampleResult], block: ray.ObjectRef) -> None:
+    def _parse_answers(self, results: list[SampleResult], block: ray.ObjectRef) -> None:
         self._counts["answers"] += len(results)
         self._counts["tokens"] += sum(result.prompt_tokens + result.response_tokens for result in results)
         self._parsing.submit(
@@ -233,7 +233,8 @@ class JudgedScoring(Scoring):
         self._judge.advance(timeout_s if self._cases else 0.0)
         done = [self._cases.pop(key) for key, case in list(self._cases.items()) if not case.left]
         return {
-            case.key: self._pool.checked(case.key, case.judged(self._judge.settings.weight)) for case in done
+            case.key: self._pool.check_score(case.key, case.add_grade(self._judge.settings.weight))
+            for case in done
         }
 
     def _ask(self, scores: Mapping[Key, Score], *, last: bool = False) -> None:

@@ -94,7 +94,7 @@ class WorkerGroups:
             else self.rewards.begin(texts=texts)
         )
 
-    def of_reference(self, method: str) -> GroupMethod:
+    def reference_method(self, method: str) -> GroupMethod:
         """Return a method of the reference, or else of the policy without adapters."""
         group_method: GroupMethod = getattr(
             self.reference or self.policy, method if self.reference else f"reference_{method}"

@@ -111,7 +111,7 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
     ]
 
 
-def reserved(config: TrainingConfig, resource: str) -> float:
+def sum_reserved(config: TrainingConfig, resource: str) -> float:
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]
     return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)
@@ -124,7 +124,7 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     (engines, engine_gpus), shared, used = (
         config.colocated_engines,
         config.training_workers,
-        int(reserved(config, "GPU")),
+        int(sum_reserved(config, "GPU")),
     )
     warnings = []
     if gpus > used:

@@ -40,7 +40,7 @@ class Reservation:
 
 def reserve(pool: Pool, timeout_s: float) -> Reservation:
     """Reserve the pool's bundles and assign them to ranks. Raises ResourceError, naming missing resources."""
-    group = _placed(pool, timeout_s)
+    group = _place(pool, timeout_s)
     try:
         return Reservation(group, bundle_of_rank(pool, nodes_of(group)))
     except ResourceError:
@@ -53,7 +53,7 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     return [nodes[index] for index in range(len(nodes))]
 
 
-def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
+def _place(pool: Pool, timeout_s: float) -> PlacementGroup:
     group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
     deadline = time.monotonic() + timeout_s
     while not group.wait(min(1.0, timeout_s)):

@@ -111,7 +111,7 @@ class RewardPool:
 
         return AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
 
-    def joined(
+    def join_scores(
         self, results: Sequence[SampleResult], scores: Sequence[Score]
     ) -> dict[tuple[str, int], Score]:
         """Return scores by key, with environments'.
@@ -125,10 +125,10 @@ class RewardPool:
             if result.environment is not None:
                 joint = add_environment(score, result.environment, as_part=self._adds)
                 score = replace(joint, scored=score.scored)
-            by_key[result.key] = self.checked(result.key, score)
+            by_key[result.key] = self.check_score(result.key, score)
         return by_key
 
-    def checked(self, key: tuple[str, int], score: Score) -> Score:
+    def check_score(self, key: tuple[str, int], score: Score) -> Score:
         """Return the score. Raises WorkerError for a failure with reward.on_failure=stop."""
         if score.failure and self._on_failure == "stop":
             raise WorkerError(
@@ -169,7 +169,7 @@ class Scoring:
         """Expect no score of a sample that was given up."""
 
     def collect(self) -> dict[tuple[str, int], Score]:
-        """Wait for all scores, by key. Raises WorkerError as `joined`, LostError if an actor was lost too
+        """Wait for all scores, by key. Raises WorkerError as `join_scores`, LostError if one was lost too
         often.
         """
         return self._take(list(self._pending))
@@ -189,5 +189,5 @@ class Scoring:
                 worker_scores = ray.get(ref)
             except ray.exceptions.RayError as error:
                 raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
-            scores |= self._pool.joined(self._pending.pop(ref), worker_scores)
+            scores |= self._pool.join_scores(self._pending.pop(ref), worker_scores)
         return scores

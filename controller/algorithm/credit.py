@@ -30,7 +30,7 @@ from workers.batch.remote_batch import RemoteBatch
 from workers.model.losses.returns import discounted_returns
 
 
-def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+def turn_rewards(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
     """Return pairs (tokens, r_k) of the turns of each row, or (tokens, A_k) with gigpo, objects [B].
 
     rewards: float [B], of the row's sample. batch: `credit` (see `Score`), `response_tokens` and
@@ -60,7 +60,7 @@ def has_offsets(batch: RemoteBatch) -> bool:
     return any(offset for row in batch.columns.get("offsets", ()) for _, offset, _ in row)
 
 
-def of_sessions(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+def session_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
     """Return pairs (tokens, A_k) of the turns of each row, objects [B]. Raises DataError as
     `sequence_slopes`.
 

@@ -80,16 +80,16 @@ class LogProbCheck:
 
     def compare_update(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Compare in a step's update, unless an earlier pass was kept."""
-        if not self.kept(step):
+        if not self.metrics_before_update(step):
             self.compare(step, metrics)
 
     def keep(self, step: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Keep and return the mismatch metrics of a step's first log-prob pass."""
-        if not self.kept(step):
+        if not self.metrics_before_update(step):
             self._kept = step, results({name: metrics[name] for name in (MEAN, LARGEST) if name in metrics})
         return self._kept[1]
 
-    def kept(self, step: int) -> dict[str, float]:
+    def metrics_before_update(self, step: int) -> dict[str, float]:
         """Return the metrics from before this step's update, or nothing."""
         return self._kept[1] if self._kept[0] == step else {}
 

@@ -55,14 +55,14 @@ class CheckpointWriter:
             save = group.save_checkpoint
             arguments = str(role_path(path, role)), progress.step, progress.to_json()
             # The first call reports a failure of the previous save.
-            if not self._tried(save, *arguments):
-                self._tried(save, *arguments)
+            if not self._try_call(save, *arguments):
+                self._try_call(save, *arguments)
         self._begun = progress.step
         self._prune()
 
     def finish(self) -> None:
         for group in self._roles.trained.values():
-            self._tried(group.wait_for_checkpoint)
+            self._try_call(group.wait_for_checkpoint)
         self._prune()
 
     def at_stop(self, progress: Progress, write_more: WriteMore | None = None) -> None:
@@ -75,7 +75,7 @@ class CheckpointWriter:
         except (WorkerError, RolloutError, LostError) as error:
             self._log(f"no checkpoint of step {progress.step}: {error}")
 
-    def _tried(self, method: GroupMethod, *arguments: Any) -> bool:
+    def _try_call(self, method: GroupMethod, *arguments: Any) -> bool:
         try:
             method.remote(*arguments).result(SAVE_SECONDS)
         except CheckpointError as error:

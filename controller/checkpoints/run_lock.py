@@ -42,7 +42,7 @@ def check_folder_is_free(config: TrainingConfig) -> None:
         )
 
 
-def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
+def lock_run(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
     """Create and lock the run's folder, and return `start` followed by the release of the lock.
 
     An unnamed run takes the next free name, in `config`, if its folder was taken meanwhile. An unused folder

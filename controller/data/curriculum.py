@@ -78,7 +78,7 @@ class SampledPrompts:
         dataset = self._dataset
         return dataset.at(place) if index < 0 else dataset.prompt(f"{place}", self.kept["chosen"][index])
 
-    def scored(self, rewards: Mapping[str, list[float]]) -> None:
+    def keep_rewards(self, rewards: Mapping[str, list[float]]) -> None:
         """Keep groups' rewards, by uid, for the next call."""
         first = self.kept["first"]
         chosen = self.kept["chosen"]

@@ -105,7 +105,7 @@ class RolloutEngines:
                     f"{self._name} replica {replica} failed while starting its engine: {cause_of(error)}"
                 ) from error
             del self._starting[replica]
-            self.fleet.started(replica)
+            self.fleet.mark_started(replica)
 
     def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
         """Return the first of `streams` with a result, or None after another call or `timeout_s`. Raises as
@@ -115,7 +115,7 @@ class RolloutEngines:
         for ref in done:
             if ref not in self._calls:
                 return ref
-            self._arrived(ref)
+            self._handle_answer(ref)
         return None
 
     def check_deadlines(self, busy: Collection[int]) -> None:
@@ -127,7 +127,7 @@ class RolloutEngines:
             ):  # a replica that was just lost has no calls left
                 continue
             if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # it answered in time, between two rounds
-                self._arrived(ref)
+                self._handle_answer(ref)
             else:
                 self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
         for replica in self.fleet.serving:
@@ -148,7 +148,7 @@ class RolloutEngines:
     def on_lost(self, replica: int) -> None:
         """Called when an engine was lost, before another takes its place."""
 
-    def progressed(self, replica: int) -> None:
+    def note_progress(self, replica: int) -> None:
         """Record that the replica received or returned work."""
         self._last_sign[replica] = time.monotonic()
 
@@ -159,7 +159,7 @@ class RolloutEngines:
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")
         text = cause if isinstance(cause, str) else cause_of(cause)
-        self.fleet.lost(replica)
+        self.fleet.mark_lost(replica)
         self.on_lost(replica)
         self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
         ray.kill(self.actors[replica])
@@ -178,7 +178,11 @@ class RolloutEngines:
         self.actors[replica] = self._make(replica, self._attempts[replica])
         started = self.actors[replica].start.remote()
         self._watch(
-            replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica)
+            replica,
+            started,
+            "starting its engine",
+            self._start_timeout_s,
+            partial(self._begin_loading, replica),
         )
 
     def take_restarted(self) -> bool:
@@ -200,16 +204,17 @@ class RolloutEngines:
         """Load adapters of LoRA policies, by name, as `version` into every engine, including engines that
         start later.
 
-        Versions that leave them (`replaced`) may not be sampled meanwhile. Raises as `update_weights`.
+        Versions that leave them (`versions_to_replace`) may not be sampled meanwhile. Raises as
+        `update_weights`.
         """
         by_policy = self._adapters = self._adapters or {}
         for name, files in adapters.items():
-            gone = self.replaced(name)
+            gone = self.versions_to_replace(name)
             stay = {old: ref for old, ref in by_policy.get(name, {}).items() if old not in gone}
             by_policy[name] = stay | {version: files}
         self._load_all(version)
 
-    def replaced(self, policy: str) -> list[int]:
+    def versions_to_replace(self, policy: str) -> list[int]:
         """Return versions of a LoRA policy that leave the engines when it is published again."""
         versions = list((self._adapters or {}).get(policy, {}))
         return versions[: max(0, len(versions) + 1 - self._adapter_versions)]
@@ -251,7 +256,7 @@ class RolloutEngines:
             self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
         self.fleet.new_version(version)
         for replica in self.fleet.in_state(State.STALE):
-            self.fleet.updated(replica, version)
+            self.fleet.mark_updated(replica, version)
 
     def sleep(self) -> None:
         """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a
@@ -291,8 +296,8 @@ class RolloutEngines:
             with suppress(RayError):
                 ray.get(ref, timeout=POLL_SECONDS)
 
-    def _started(self, replica: int) -> None:
-        self.fleet.started(replica)
+    def _begin_loading(self, replica: int) -> None:
+        self.fleet.mark_started(replica)
         self._load(replica)
 
     def _load(self, replica: int) -> None:
@@ -313,23 +318,25 @@ class RolloutEngines:
                 ref = actor.follow_weights.remote(self._weights)
             else:
                 ref = actor.update_weights.remote(self._weights[-1][1], version)
-            self._watch(replica, ref, doing, self._start_timeout_s, partial(self._loaded, replica, version))
+            self._watch(
+                replica, ref, doing, self._start_timeout_s, partial(self._finish_loading, replica, version)
+            )
 
-    def _loaded(self, replica: int, version: int) -> None:
-        self.fleet.updated(replica, version)
+    def _finish_loading(self, replica: int, version: int) -> None:
+        self.fleet.mark_updated(replica, version)
         self._load(replica)  # newer ones may exist by now
 
     def _healthy(self, replica: int) -> None:
         if self.fleet.state(replica) is State.DRAINING:  # new weights end draining too
             self.fleet.resume(replica)
-        self.progressed(replica)
+        self.note_progress(replica)
 
     def _watch(
         self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]
     ) -> None:
         self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
 
-    def _arrived(self, ref: ray.ObjectRef) -> None:
+    def _handle_answer(self, ref: ray.ObjectRef) -> None:
         call = self._calls.pop(ref)
         try:
             ray.get(ref)

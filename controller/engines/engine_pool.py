@@ -84,14 +84,14 @@ class Generation:
     on_results: OnResults
     streams: dict[Any, int] = field(default_factory=dict)
 
-    def received(
+    def receive(
         self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]
     ) -> list[SampleRequest]:
         """Handle a replica's results, and return their requests. Each successful result has a row in the
         block.
         """
         requests = [
-            (self.router.failed if result.failed else self.router.finished)(replica, result)
+            (self.router.retry_or_drop if result.failed else self.router.finish)(replica, result)
             for result in results
         ]
         if finished := [result for result in results if not result.failed]:
@@ -199,7 +199,7 @@ class EnginePool(RolloutEngines):
         for replica, requests in generation.router.assign(self.fleet.serving).items():
             generate = self.actors[replica].generate.options(num_returns="streaming")
             generation.streams[generate.remote(requests, generation.sampling)] = replica
-            self.progressed(replica)
+            self.note_progress(replica)
 
     def _export_queues(self) -> None:
         routers = [generation.router for generation in self._generations]
@@ -218,10 +218,10 @@ class EnginePool(RolloutEngines):
         if pair is None:
             del generation.streams[stream]
             return
-        self.progressed(replica)
+        self.note_progress(replica)
         if any(not result.failed for result in pair[1]):
-            self.fleet.finished_samples(replica)
-        requests = generation.received(replica, *pair)
+            self.fleet.mark_finished_samples(replica)
+        requests = generation.receive(replica, *pair)
         if self._front is not None:
             self._front.forget.remote([request.session for request in requests])
 

@@ -1,6 +1,6 @@
 """Decide which engine may take requests, without I/O, Ray or a clock.
 
-    starting --started--> stale --updated--> current --drain--> draining
+    starting --mark_started--> stale --mark_updated--> current --drain--> draining
         ^                 ^ ^                   |  ^---resume------'
         |                 | '----new_version----'
         |                 '--wake-- asleep <--sleep-- stale, current, draining
@@ -83,11 +83,11 @@ class Fleet:
     def serving(self) -> list[int]:
         return self.in_state(State.CURRENT)
 
-    def started(self, replica: int) -> None:
+    def mark_started(self, replica: int) -> None:
         """Record that the engine is up, with version 0."""
         self._move(replica, self._with_weights(0), State.STARTING)
 
-    def updated(self, replica: int, version: int) -> None:
+    def mark_updated(self, replica: int, version: int) -> None:
         """Record that the engine has loaded `version`, which may be outdated."""
         self._move(replica, self._with_weights(version), State.STALE)
 
@@ -113,11 +113,11 @@ class Fleet:
         """Record that the engine has memory for weights again, but no weights."""
         self._move(replica, State.STALE, State.ASLEEP)
 
-    def finished_samples(self, replica: int) -> None:
+    def mark_finished_samples(self, replica: int) -> None:
         """Record that the engine has finished samples, even if it is now dead."""
         self._finished.add(replica)
 
-    def lost(self, replica: int) -> None:
+    def mark_lost(self, replica: int) -> None:
         self._move(replica, State.DEAD, State.STARTING, State.ASLEEP, *UP)
         self.budget.fruitless[replica] = (
             0 if replica in self._finished else self.budget.fruitless[replica] + 1

@@ -1,6 +1,6 @@
 """Decide which engine takes which request and how failed requests are retried, without I/O or Ray.
 
-    submit -> waiting --assign--> outstanding on a replica --finished--> gone
+    submit -> waiting --assign--> outstanding on a replica --finish--> gone
                  ^                     |
                  +---- failed (a retry), replica_lost (free) ----+---- failed too often --> dropped
 
@@ -102,7 +102,7 @@ class Router:
         while self._waiting and heap:
             ticket = self._waiting.popleft()
             passed = []
-            allowed = _allowed(ticket, set(serving)) if ticket.failed_on else serving
+            allowed = _allowed_replicas(ticket, set(serving)) if ticket.failed_on else serving
             while heap and heap[0][-1] not in allowed:
                 passed.append(heappop(heap))
             if heap:
@@ -118,13 +118,13 @@ class Router:
         self._waiting.extendleft(reversed(leftovers))
         return assigned
 
-    def finished(self, replica: int, result: SampleResult) -> SampleRequest:
+    def finish(self, replica: int, result: SampleResult) -> SampleRequest:
         """Return the request. Raises KeyError if it was not outstanding there."""
         request = self._replicas[replica].take(result.key).request
         self._keys.remove(result.key)
         return request
 
-    def failed(self, replica: int, result: SampleResult) -> SampleRequest:
+    def retry_or_drop(self, replica: int, result: SampleResult) -> SampleRequest:
         """Retry or drop a failed request, and return it. Raises KeyError if it was not outstanding there."""
         ticket = self._replicas[replica].take(result.key)
         request = ticket.request
@@ -165,5 +165,5 @@ class Router:
         self._waiting.extendleft(reversed(list(lost.outstanding.values())))
 
 
-def _allowed(ticket: _Ticket, serving: set[int]) -> set[int]:
+def _allowed_replicas(ticket: _Ticket, serving: set[int]) -> set[int]:
     return serving - set(ticket.failed_on) or serving

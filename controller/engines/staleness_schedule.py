@@ -1,8 +1,8 @@
 """StalenessSchedule: which groups are generated ahead, and which finished groups a step trains on.
 
-    admit --> running --finished--> ready --take--> training --weights_updated--> gone
+    admit --> running --finish--> ready --take--> training --weights_updated--> gone
                  |        window: the W groups from the oldest that is not yet taken
-                 '--released--> gone (no signal: another is admitted in its place)
+                 '--release--> gone (no signal: another is admitted in its place)
 
 A group is one prompt with all its samples, numbered in the order of the prompts: 0, 1, ... With P groups a
 step and a target staleness S, at most B = (S + 1) P groups are active: admitted, and not yet released, nor
@@ -92,11 +92,11 @@ class StalenessSchedule:
         self.admitted += len(new)
         return new
 
-    def finished(self, group: int) -> None:
+    def finish(self, group: int) -> None:
         self._expect(group, GroupState.RUNNING)
         self._states[group] = GroupState.READY
 
-    def released(self, group: int) -> None:
+    def release(self, group: int) -> None:
         """Drop a group by a rule of the algorithm. Another is admitted in its place."""
         self._expect(group, GroupState.RUNNING)
         del self._states[group]

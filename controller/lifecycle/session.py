@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from balancing import BalancingError
 from controller.actors.cluster_address import check_cluster, cluster_address, set_local_token
-from controller.actors.layout import idle_gpus, reserved
+from controller.actors.layout import idle_gpus, sum_reserved
 from controller.checkpoints.progress import checkpoints_at
-from controller.checkpoints.run_lock import locked
+from controller.checkpoints.run_lock import lock_run
 from controller.config import TrainingConfig, to_yaml
 from controller.config.role_table import LEARNING_ROLES
 from controller.engines.fleet import RestartBudget
@@ -104,7 +104,7 @@ def prepare_start(
     read: returns the inputs, and logs slow work. Raises ResourceError, ConfigError, and as `read`.
     """
     inputs, console = ready(config, read)
-    return locked(config, partial(start, inputs, console))
+    return lock_run(config, partial(start, inputs, console))
 
 
 def ready(config: TrainingConfig, read: Callable[[Log], Found]) -> tuple[Found, "Console"]:
@@ -325,7 +325,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
     if address == "local":
         set_local_token()
-        cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
+        cores = max(os.cpu_count() or 1, math.ceil(sum_reserved(config, "CPU")))
         options |= {
             "num_cpus": cores,
             "include_dashboard": config.resources.dashboard,

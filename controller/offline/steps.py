@@ -171,5 +171,5 @@ def losses_of_pairs(run: OfflineRun[PreferencesConfig], batch: RemoteBatch) -> P
     reference = None
     if run.config.uses_reference:
         plan = run.planner.forward_plan(batch, "reference.log_probs")
-        reference = run.roles.of_reference("sequence_log_probs")(batch, plan)
+        reference = run.roles.reference_method("sequence_log_probs")(batch, plan)
     return pair_loss(run.config.loss, log_probs, reference, batch["response_tokens"])

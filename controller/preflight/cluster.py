@@ -17,7 +17,7 @@ import psutil
 
 from balancing.errors import OptionError
 from balancing.time_model import machine_named
-from controller.actors.layout import Bundle, Pool, pools, reserved, role_requests
+from controller.actors.layout import Bundle, Pool, pools, role_requests, sum_reserved
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from controller.config.file import settings, value_of
@@ -206,7 +206,7 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
         if isinstance(config, Config):
             _check_cpus(config)
         return
-    gpu_count = reserved(config, "GPU")
+    gpu_count = sum_reserved(config, "GPU")
     if gpu_count > config.gpus and not (dry_run and config.gpus == 0):
         settings = (
             "policy.data_parallel, rollout.replicas or rollout.tensor_parallel"

@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from itertools import groupby
 
-from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools, reserved, role_requests
+from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools, role_requests, sum_reserved
 from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
 from controller.config.conditions import Conditions, effect_words
 from controller.config.file import Setting, settings
@@ -70,7 +70,9 @@ def _placement(config: TrainingConfig) -> list[str]:
         lines.append(
             f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other"
         )
-    lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
+    lines.append(
+        f"reserved in all: {sum_reserved(config, 'CPU'):g} CPUs, {sum_reserved(config, 'GPU'):g} GPUs"
+    )
     return lines + fits_lines(config)
 
 

@@ -5,7 +5,7 @@ Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError
 
 from itertools import groupby
 
-from controller.actors.layout import reserved
+from controller.actors.layout import sum_reserved
 from controller.config import Config
 from controller.preflight.cluster import (
     Cluster,
@@ -39,7 +39,7 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
         raise
     print("\n".join(["", "== cluster ==", *placement_lines(config, cluster, placement)]))
     if not cluster.gpus:
-        print(f"fits: yes (CPUs: {reserved(config, 'CPU'):g} of {cluster.nodes * cluster.cpus:g})")
+        print(f"fits: yes (CPUs: {sum_reserved(config, 'CPU'):g} of {cluster.nodes * cluster.cpus:g})")
         return
     print("\n== memory, measured on a simulated GPU; GiB ==", flush=True)
     if measured and config.model.gradient_checkpointing == "auto":
@@ -48,9 +48,8 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
     memory = measure(config) if measured else Memory({}, "--no-measure")
     if not memory.roles:
         print(f"not measured: {memory.problem}")
-        print(
-            f"fits: GPUs yes ({reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}), memory unknown"
-        )
+        gpus = f"{sum_reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}"
+        print(f"fits: GPUs yes ({gpus}), memory unknown")
         return
     host = host_memory(config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", [])))
     sizes = ", ".join(

@@ -13,7 +13,7 @@ from balancing.errors import BalancingError
 from balancing.time_model import Layout, ModelShape
 from balancing.time_model.machine import MACHINES
 from balancing.time_model.memory import Needs, engine_holds, fullest_gib, training_gib
-from controller.actors.layout import reserved
+from controller.actors.layout import sum_reserved
 from controller.config import Config, TrainingConfig
 from controller.config.file import settings, value_of
 from controller.config.training import counted
@@ -42,7 +42,7 @@ def fits_lines(config: TrainingConfig) -> list[str]:
 
 
 def _lines_of_gpus(config: TrainingConfig) -> list[str]:
-    requested = int(reserved(config, "GPU"))
+    requested = int(sum_reserved(config, "GPU"))
     available = config.gpus
     nodes = max(1, ceil(requested / NODE))
     if config.joins_cluster:

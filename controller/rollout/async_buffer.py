@@ -81,7 +81,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def begin(self) -> None:
         """Continue a resumed run's untrained groups, then begin new ones."""
         self._scoring = self.roles.scoring(self.config.rollout.samples_per_prompt, texts=self.reads_texts)
-        self._request(self.active, self._restored())
+        self._request(self.active, self._read_saved_samples())
         self.weights_updated()
 
     def weights_updated(self) -> None:
@@ -95,7 +95,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         """Write these groups' samples so far. Raises OutputError."""
         self.read()
         groups = [self._groups[number] for number in numbers if number in self._groups]
-        finished = [sample for group in groups for sample in _stored(group)]
+        finished = [sample for group in groups for sample in _finished_samples(group)]
         write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
 
     def _partial(self, uids: Collection[str]) -> dict[int, Partial]:
@@ -121,7 +121,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         rollout = self._rollout([*groups, *released])
         by_uid = {group.prompt.uid: group.prompt for group in groups}
         batch = rollout.rows.select(np.isin(rollout.rows["uid"], list(by_uid)))
-        self.scored(rollout)
+        self.tell_rewards(rollout)
         batch = self.keep_groups_with_signal(batch, rollout)
         if self.config.algorithm.zero_variance_groups == "replace":
             self.log_missing(step, wanted - len(np.unique(batch["uid"])))
@@ -151,17 +151,17 @@ class AsyncRolloutBuffer(RolloutBuffer):
         most = (settings.max_sampling_rounds - 1) * self.config.batch.prompts_per_step
         replaces = settings.zero_variance_groups == "replace" and len(self._released) < most
         if replaces and not self._has_signal(group):
-            self.schedule.released(number)
+            self.schedule.release(number)
             self._released.append(self._groups.pop(number))
             self._admit()
         else:
-            self.schedule.finished(number)
+            self.schedule.finish(number)
 
     def _has_signal(self, group: Group) -> bool:
         drop_failed = self.config.reward.on_failure == "drop"
         try:
             rollout = assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)
-            shaped = self.shaped(self.without_dropped(rollout))
+            shaped = self.shape_rewards(self.without_dropped(rollout))
         except RolloutError:  # none of its samples was finished, or each was dropped
             return False
         return bool(self.has_signal(shaped.batch, shaped).any())
@@ -173,10 +173,10 @@ class AsyncRolloutBuffer(RolloutBuffer):
         scores = {key: score for group in ordered for key, score in group.scores.items()}
         dropped = [result for group in ordered for result in group.dropped]
         retried = self._generation.router.take_retried()
-        rollout = self.assembled(finished, scores, dropped, retried)
-        return self.shaped(self.without_dropped(rollout))
+        rollout = self.assemble_samples(finished, scores, dropped, retried)
+        return self.shape_rewards(self.without_dropped(rollout))
 
-    def _restored(self) -> StoredSamples:
+    def _read_saved_samples(self) -> StoredSamples:
         """Return the checkpoint's samples, or None if its file is missing or broken."""
         if not self._saved:
             return StoredSamples()
@@ -250,7 +250,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         self._scoring.submit(results, block, {uid: group.prompt for uid, group in groups.items()})
 
 
-def _stored(group: Group) -> list[FinishedSample]:
+def _finished_samples(group: Group) -> list[FinishedSample]:
     references = dict.fromkeys(block for _, block in group.finished.values())
     blocks = {reference: ray.get(reference) for reference in references}
     samples = []

@@ -33,8 +33,8 @@ from controller.rollout.samples import (
     TOKEN_COLUMNS,
     RolloutBatch,
     assemble,
-    learned,
     sample_numbers,
+    trainable_rows,
     with_record_columns,
 )
 from workers.batch.remote_batch import RemoteBatch, stored
@@ -108,8 +108,10 @@ class RolloutBuffer:
             rollout = self.roll_out(
                 prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step
             )
-            rounds.append(self.with_baseline(self.shaped(self.without_dropped(rollout)), prompts, step))
-            self.scored(rounds[-1])
+            rounds.append(
+                self.with_baseline(self.shape_rewards(self.without_dropped(rollout)), prompts, step)
+            )
+            self.tell_rewards(rounds[-1])
             batches.append(self.keep_groups_with_signal(rounds[-1].rows, rounds[-1]))
             wanted -= len(np.unique(batches[-1]["uid"]))
         if limit > 1:
@@ -137,13 +139,13 @@ class RolloutBuffer:
         (prompt,) = self.prompts.take(int(uid), 1)
         return prompt.columns
 
-    def scored(self, rollout: RolloutBatch) -> None:
+    def tell_rewards(self, rollout: RolloutBatch) -> None:
         """Tell data.sampler the rewards of groups."""
         if isinstance(self.prompts, SampledPrompts):
             rewards: dict[str, list[float]] = {}
             for (uid, _), score in rollout.by_sample.items():
                 rewards.setdefault(uid, []).append(score.reward)
-            self.prompts.scored(rewards)
+            self.prompts.keep_rewards(rewards)
 
     def next_prompts(self, count: int) -> list[Prompt]:
         first = self._left[:count]
@@ -168,7 +170,7 @@ class RolloutBuffer:
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        compared = rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+        compared = rollout.with_baseline(self.shape_rewards(self.roll_out(prompts, 1, greedy, step)))
         lost = compared.dropped - rollout.dropped
         self.record.add_failures(
             "samples dropped without a greedy response", ["algorithm.advantage=remax"] * lost
@@ -178,11 +180,11 @@ class RolloutBuffer:
     def without_dropped(self, rollout: RolloutBatch) -> RolloutBatch:
         return rollout.without_truncated() if self.config.reward.truncated == "drop" else rollout
 
-    def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
+    def shape_rewards(self, rollout: RolloutBatch) -> RolloutBatch:
         settings = self.config.reward
         longest = self.config.longest_response
         if settings.model.normalize == "running":
-            rollout = self.score_scales.normalized(self.config, rollout)
+            rollout = self.score_scales.normalize(self.config, rollout)
         if settings.overlong_tokens:
             tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
             penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
@@ -206,7 +208,7 @@ class RolloutBuffer:
                 self.roles.rollouts.pump(POLL_SECONDS)
         return sampling_round.result()
 
-    def assembled(
+    def assemble_samples(
         self,
         finished: Sequence[Sample],
         scores: Mapping[Key, Score],
@@ -226,7 +228,7 @@ class RolloutBuffer:
             drop_failed=self.config.reward.on_failure == "drop",
             token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
         )
-        return self.scored_by_model(rollout)
+        return self.add_model_scores(rollout)
 
     def _record_failures(
         self,
@@ -245,7 +247,7 @@ class RolloutBuffer:
         self.record.add_failures("samples retried", of_retries)
         self.record.add_failures(f"rewards failed (reward.on_failure={on_failure})", of_rewards)
 
-    def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
+    def add_model_scores(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
             return rollout
         self.roles.sleep_engines()
@@ -264,7 +266,7 @@ class RolloutBuffer:
 
         With algorithm.group_filter, if that keeps the group.
         """
-        trained = np.unique(learned(batch, self.config.reward)["uid"])
+        trained = np.unique(trainable_rows(batch, self.config.reward)["uid"])
         if custom_function := self.functions.get("algorithm.group_filter"):
             samples = batch.select(np.unique(sample_numbers(batch), return_index=True)[1])
             groups = [samples.select(samples["uid"] == uid) for uid in trained]
@@ -342,7 +344,9 @@ class SamplingRound:
         finished = [self._found[request.key] for request in self.requests if request.key in self._found]
         router = self._generation.router
         scores = self._scoring.collect()
-        return self._buffer.assembled(finished, scores, router.dropped, router.retried, trains=self._trains)
+        return self._buffer.assemble_samples(
+            finished, scores, router.dropped, router.retried, trains=self._trains
+        )
 
 
 def sample_requests(

@@ -48,16 +48,16 @@ class ScoreScales:
     def __init__(self, state: Mapping[str, list[float]]) -> None:
         self.state = dict(state)
 
-    def normalized(self, config: Config, rollout: RolloutBatch) -> RolloutBatch:
+    def normalize(self, config: Config, rollout: RolloutBatch) -> RolloutBatch:
         """Count new scores, and replace them in the rewards by their distance from the mean in deviations."""
         for name, weight in config.reward.model.named_weights.items():
             part = part_of(name)
             scores = np.array([score.parts[part] for score in rollout.by_sample.values()])
-            change = self._scaled(name, scores) - scores
+            change = self._scale(name, scores) - scores
             rollout = rollout.with_reward_part(part, scores, added=weight * change)
         return rollout
 
-    def _scaled(self, name: str, scores: np.ndarray) -> np.ndarray:
+    def _scale(self, name: str, scores: np.ndarray) -> np.ndarray:
         count, mean, squares = self.state.get(name, (0.0, 0.0, 0.0))
         total = count + len(scores)
         distance = float(scores.mean()) - mean

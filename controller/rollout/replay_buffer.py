@@ -17,7 +17,7 @@ from controller.config import Config
 from controller.data.sample_functions import SampleFunction
 from controller.observability.run_record import RunRecord
 from controller.rollout.sample_files import read_rows, write_rows
-from controller.rollout.samples import KEPT_ADVANTAGES, SAMPLED_COLUMNS, learned, sample_numbers
+from controller.rollout.samples import KEPT_ADVANTAGES, SAMPLED_COLUMNS, sample_numbers, trainable_rows
 from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
 
@@ -79,7 +79,7 @@ class ReplayBuffer:
         """
         if KEPT_ADVANTAGES not in batch.columns:
             return new
-        self._remember(learned(new, self.config.reward))
+        self._remember(trainable_rows(new, self.config.reward))
         old_advantages = batch[KEPT_ADVANTAGES][len(new) :]
         return batch.with_columns(advantages=np.concatenate([new["advantages"], old_advantages]))
 

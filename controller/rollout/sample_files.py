@@ -60,11 +60,11 @@ class StoredSamples:
     partial: dict[int, Response | SessionRecord] = field(default_factory=dict)
 
 
-def _kept_fields(response: Response) -> dict[str, Any]:
+def _select_fields(response: Response) -> dict[str, Any]:
     return {name: getattr(response, name) for name in PARTIAL}
 
 
-def _joined_parts(node: Node) -> dict[str, np.ndarray]:
+def _join_parts(node: Node) -> dict[str, np.ndarray]:
     columns = {}
     for name in PARTIAL:
         columns[name] = np.concatenate([getattr(part, name) for part in node.parts])
@@ -79,9 +79,9 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     sessions = {
         seed: session for seed, session in samples.partial.items() if isinstance(session, SessionRecord)
     }
-    partial = [_kept_fields(response) for response in responses.values()]
+    partial = [_select_fields(response) for response in responses.values()]
     nodes = [node for session in sessions.values() for node in session.nodes]
-    turns = [_joined_parts(node) for node in nodes]
+    turns = [_join_parts(node) for node in nodes]
     routed = {f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts for row, node in enumerate(nodes)}
     records = {
         "finished": [_record(sample) for sample in samples.finished],
@@ -93,29 +93,29 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     arrays = {"records": _as_bytes(records)} | {
         name: experts for name, experts in routed.items() if experts is not None
     }
-    arrays |= _packed("turns", DataProto.from_rows(turns))
-    arrays |= _packed(
+    arrays |= _pack("turns", DataProto.from_rows(turns))
+    arrays |= _pack(
         "finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows])
     )
     images = [images for sample in samples.finished if sample.rows for images in _row_images(sample.result)]
-    arrays |= _packed_images([*images, *(node.images for node in nodes)])
-    arrays |= _packed("partial", DataProto.from_rows(partial))
+    arrays |= _pack_images([*images, *(node.images for node in nodes)])
+    arrays |= _pack("partial", DataProto.from_rows(partial))
     _write(path, arrays)
 
 
 def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
-    with _opened(path) as arrays:
+    with _open_arrays(path) as arrays:
         records = _from_bytes(arrays["records"])
         sample_rows, turns = (
-            _rows(_unpacked(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS
+            _rows(_unpack(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS
         )
-        images = _unpacked_images(arrays, len(sample_rows) + len(turns))
+        images = _unpack_images(arrays, len(sample_rows) + len(turns))
         rows = iter(zip(sample_rows, images, strict=False))
-        finished = [_finished(record, rows) for record in records["finished"]]
+        finished = [_read_finished(record, rows) for record in records["finished"]]
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"])
-            for row in _rows(_unpacked("partial", arrays))
+            for row in _rows(_unpack("partial", arrays))
         ]
         routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
         turn_parts = zip(turns, images[len(sample_rows) :], routed, strict=True)
@@ -148,12 +148,12 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
         for sample_images, branches in zip(samples[IMAGES], samples["branches"], strict=True):
             images.append(sample_images)
             images += [branch.images for branch in branches]
-        arrays |= _packed_images(images)
+        arrays |= _pack_images(images)
     placed_branches = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
-    tokens = _fetched(
+    tokens = _fetch_rows(
         [(ref, row + n) for (ref, _, row), branches in placed_branches for n in range(1 + len(branches))]
     )
-    _write(path, arrays | _packed("tokens", tokens))
+    _write(path, arrays | _pack("tokens", tokens))
 
 
 def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> RolloutBatch:
@@ -161,9 +161,9 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
 
     Raises DataError for a file that is missing or broken.
     """
-    with _opened(path) as arrays:
-        tokens = _unpacked("tokens", arrays)
-        columns = _named("columns", arrays)
+    with _open_arrays(path) as arrays:
+        tokens = _unpack("tokens", arrays)
+        columns = _select_arrays("columns", arrays)
         trained = arrays["trained"]
         columns = (
             dict.fromkeys(("branches", "cut_tokens", "history_refused"), 0 * columns["prompt_tokens"])
@@ -171,10 +171,10 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         )
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
         scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
-        added = _named("added", arrays) | objects
+        added = _select_arrays("added", arrays) | objects
         prompts = columns["prompt_tokens"].tolist()
         branches = columns["branches"]
-        images = _unpacked_images(arrays, len(tokens))
+        images = _unpack_images(arrays, len(tokens))
     ends = np.cumsum(branches + 1)
     first = ends - branches - 1
     hashes = []
@@ -197,19 +197,19 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
 def write_rows(path: Path, rows: RemoteBatch) -> None:
     """Write rows to train on, with their tokens, replacing `path` when complete. Raises as `write_step`."""
     columns = {name: column for name, column in rows.columns.items() if name not in ("prefix_hashes", IMAGES)}
-    tokens = _fetched([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
-    images = _packed_images(rows.columns.get(IMAGES, ()))
-    _write(path, _columns("columns", columns) | _packed("tokens", tokens) | images)
+    tokens = _fetch_rows([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
+    images = _pack_images(rows.columns.get(IMAGES, ()))
+    _write(path, _columns("columns", columns) | _pack("tokens", tokens) | images)
 
 
 def read_rows(path: Path) -> RemoteBatch:
     """Read rows to train on. Raises DataError for a file that is missing or broken."""
-    with _opened(path) as arrays:
-        tokens = _unpacked("tokens", arrays)
+    with _open_arrays(path) as arrays:
+        tokens = _unpack("tokens", arrays)
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
-        columns = _named("columns", arrays) | objects
+        columns = _select_arrays("columns", arrays) | objects
         prompts = enumerate(columns["prompt_tokens"].tolist())
-        images = _unpacked_images(arrays, len(tokens))
+        images = _unpack_images(arrays, len(tokens))
     columns |= {IMAGES: object_column(images)} if any(images) else {}
     hashes = [_hashes(tokens.row(row), images[row], prompt) for row, prompt in prompts]
     names = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
@@ -235,7 +235,7 @@ def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
     return list(zip(samples["uid"].tolist(), samples["sample"].tolist(), strict=True))
 
 
-def _fetched(rows: Sequence[tuple[Any, int]]) -> DataProto:
+def _fetch_rows(rows: Sequence[tuple[Any, int]]) -> DataProto:
     """Fetch rows of tokens, each by the reference and the row of its block."""
     refs = list(dict.fromkeys(ref for ref, _ in rows))
     blocks = dict(zip(refs, ray.get(refs), strict=True))
@@ -246,7 +246,7 @@ def _row_images(result: SampleResult) -> list[Placed]:
     return [result.images, *(branch.images for branch in result.branches)]
 
 
-def _packed_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
+def _pack_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
     """Return the places of images as JSON by row, and each content once, by digest."""
     image_rows = fetched(object_column(list(rows))).tolist()
     if not any(image_rows):
@@ -262,12 +262,12 @@ def _packed_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
     return {IMAGES: _as_bytes({"places": places, "sizes": sizes})} | packed
 
 
-def _unpacked_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Placed]:
+def _unpack_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Placed]:
     """Return the images of `count` rows, in the object store."""
     if IMAGES not in arrays:
         return [()] * count
     index = _from_bytes(arrays[IMAGES])
-    data = _named("image", arrays)
+    data = _select_arrays("image", arrays)
     images = {
         digest: Image(int(digest), width, height, ray.put(data[digest].tobytes()))
         for digest, (width, height) in index["sizes"].items()
@@ -291,7 +291,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+def _open_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     """Open a file for the block. Errors of both become a DataError."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -309,18 +309,18 @@ def _from_bytes(array: np.ndarray) -> Any:
     return json.loads(array.tobytes())
 
 
-def _packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
+def _pack(name: str, block: DataProto) -> dict[str, np.ndarray]:
     return {f"{name}.offsets": block.offsets} | {
         f"{name}.{column}": values for column, values in block.tokens.items()
     }
 
 
-def _unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
-    columns = _named(name, arrays)
+def _unpack(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
+    columns = _select_arrays(name, arrays)
     return DataProto(np.diff(columns.pop("offsets")), columns)
 
 
-def _named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _select_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
 
 
@@ -332,7 +332,7 @@ def _record(sample: FinishedSample) -> dict[str, Any]:
     return {"result": result, "score": score}
 
 
-def _finished(
+def _read_finished(
     record: Mapping[str, Any], rows: Iterable[tuple[dict[str, np.ndarray], Placed]]
 ) -> FinishedSample:
     values = dict(record["result"])

@@ -182,7 +182,7 @@ class RolloutBatch:
                     "record": shortened(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
                     "response": score.response,
                 }
-                | _told(score, sys.maxsize),
+                | _record_turns(score, sys.maxsize),
             )
             for (uid, _), score in self.by_sample.items()
         ]
@@ -200,13 +200,13 @@ class RolloutBatch:
         """
         scores = list(self.by_sample.values())
         records = []
-        for row in self._shown(count):
+        for row in self._choose_rows(count):
             score = scores[row]
             record = {name: self.batch[name][row].item() for name in EXAMPLE_COLUMNS}
             for name, text in texts_of(record["uid"]).items():
                 record[name] = shortened(text, characters)
             record["response"] = shortened(score.response, characters)
-            record |= _told(score, characters)
+            record |= _record_turns(score, characters)
             if score.failure:
                 record["failure"] = score.failure
             records.append(record)
@@ -222,7 +222,7 @@ class RolloutBatch:
         first = self.samples.tokens["input_ids"]
         starts = self.batch["prompt_tokens"]
         long = self.batch["length"] - starts > LONGEST_SENT
-        rows = [row for row in self._shown(count) if long[row] and not items[row][1].response]
+        rows = [row for row in self._choose_rows(count) if long[row] and not items[row][1].response]
         read_texts = read([(first[row][0], first[row][2], int(starts[row])) for row in rows]) if rows else ()
         new_scores = {
             items[row][0]: with_texts(items[row][1], **texts)
@@ -230,7 +230,7 @@ class RolloutBatch:
         }
         return replace(self, by_sample=self.by_sample | new_scores)
 
-    def _shown(self, count: int) -> list[int]:
+    def _choose_rows(self, count: int) -> list[int]:
         slowest, longest = (
             np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens")
         )
@@ -274,7 +274,7 @@ class RolloutBatch:
         }
 
 
-def learned(batch: RemoteBatch, reward: "RewardConfig") -> RemoteBatch:
+def trainable_rows(batch: RemoteBatch, reward: "RewardConfig") -> RemoteBatch:
     """Return the sequences that the loss sees: with reward.truncated=mask, those that no limit cut off."""
     return batch.select(~batch["truncated"]) if reward.truncated == "mask" else batch
 
@@ -286,7 +286,7 @@ def training_rows(samples: RemoteBatch) -> RemoteBatch:
         np.repeat(np.arange(len(samples)), [len(sample_branches) for sample_branches in branches])
     )
     branch_rows = [
-        (row, number, branch) for row, (number, branch) in enumerate(_numbered(branches)) if branch
+        (row, number, branch) for row, (number, branch) in enumerate(_number_branches(branches)) if branch
     ]
     columns = {name: column.copy() for name, column in rows.columns.items() if name != "branches"}
     tokens = {name: column.copy() for name, column in rows.tokens.items()}
@@ -299,7 +299,7 @@ def training_rows(samples: RemoteBatch) -> RemoteBatch:
     return RemoteBatch(columns, tokens, samples.meta)
 
 
-def _numbered(branches: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+def _number_branches(branches: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
     return itertools.chain.from_iterable(map(enumerate, branches))
 
 
@@ -334,7 +334,7 @@ def with_record_columns(
     return batch.with_columns(**columns)
 
 
-def taught_by(
+def assign_teachers(
     settings: "TeacherConfig", batch: RemoteBatch, prompts: Mapping[str, "Prompt"]
 ) -> tuple[np.ndarray, RemoteBatch]:
     """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that
@@ -422,7 +422,7 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return dict(totals)
 
 
-def _told(score: Score, longest: int) -> dict[str, Any]:
+def _record_turns(score: Score, longest: int) -> dict[str, Any]:
     """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's
     session, and the judge's answer.
     """

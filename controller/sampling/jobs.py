@@ -137,7 +137,7 @@ def _of_run(model: Model) -> Path:
     return model.run / OF_RUN
 
 
-def described(schema: type[SamplerConfig], request: JobRequest) -> str:
+def describe_job(schema: type[SamplerConfig], request: JobRequest) -> str:
     config, model, functions = checked_settings(schema, request)
     problems = Problems()
     with problems.collecting():

@@ -78,13 +78,13 @@ def _whole_lines(path: Path) -> list[Line]:
         lines = []
         for number, text in enumerate(file, start=1):
             if text.endswith(b"\n"):
-                lines.append(_parsed(text, f"{path}:{number}"))
+                lines.append(_parse_line(text, f"{path}:{number}"))
                 size += len(text)
         file.truncate(size)
     return lines
 
 
-def _parsed(text: bytes, place: str) -> Line:
+def _parse_line(text: bytes, place: str) -> Line:
     try:
         line = json.loads(text)
         return line | {"uid": str(line["uid"]), "sample": int(line["sample"])}

@@ -21,7 +21,7 @@ from controller.observability.failures import FailureCounts, Failures, failed_sa
 from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
-from controller.sampling.jobs import Job, JobRequest, checked_settings, described, read_job
+from controller.sampling.jobs import Job, JobRequest, checked_settings, describe_job, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
 from workers.errors import RolloutError
 
@@ -77,7 +77,7 @@ def prepare(
     )
     if not parsed.dry_run:
         return prepare_job(schema, finish, request)[1]
-    print(described(schema, request))
+    print(describe_job(schema, request))
     return None
 
 
@@ -195,7 +195,9 @@ def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console:
         ) as roles,
         console.samples(len(missing)) as advance,
     ):
-        for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), attempts), start=1):
+        for done, sampled in enumerate(
+            _sample_requests(job, roles, _requests(job, set(missing)), attempts), start=1
+        ):
             file.append(_line(job, sampled))
             advance(1)
             if time.monotonic() - last_log > SECONDS_BETWEEN_LINES:
@@ -216,7 +218,7 @@ def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
         yield from (request for request in requests if request.key in missing)
 
 
-def _sampled(
+def _sample_requests(
     job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], attempts: Attempts
 ) -> Iterator[Sampled]:
     """Yield the scored samples of the requests as they finish. attempts: counts those that fail.
@@ -224,7 +226,7 @@ def _sampled(
     Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and
     WorkerError for a failed reward with reward.on_failure=stop.
     """
-    samples = _scored(job, roles, requests, attempts)
+    samples = _score_samples(job, roles, requests, attempts)
     if roles.reward_model is None:
         yield from samples
         return
@@ -232,7 +234,7 @@ def _sampled(
         yield from _with_model_scores(job, roles, some)
 
 
-def _scored(
+def _score_samples(
     job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], attempts: Attempts
 ) -> Iterator[Sampled]:
     from controller.engines.engine_calls import POLL_SECONDS

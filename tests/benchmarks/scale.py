@@ -152,7 +152,7 @@ def step(number: int, ranks: list[RankCoordinates]) -> float:
                 prompt_hash=int(request.uid),
                 prefix_hashes=own,
             )
-            router.finished(replica, result)
+            router.finish(replica, result)
             found.append((result, request.seed.to_bytes(28, "little")))  # instead of a reference
             scores[result.key] = Score(float(rng.random() < 0.5), "")
     rollout = assemble(found, scores)

@@ -16,7 +16,7 @@ from controller.config.python_rewards import GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.lifecycle.inputs import try_inputs
 from controller.preflight.checks import check
-from controller.sampling.jobs import JobRequest, described
+from controller.sampling.jobs import JobRequest, describe_job
 
 METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
 SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}
@@ -47,7 +47,7 @@ def sampled(
 ) -> tuple[Any, Callable[[], object]]:
     """In place of `controller.sampling.sampling_run.prepare_job`."""
     del finish
-    described(schema, request)
+    describe_job(schema, request)
     return SimpleNamespace(run_folder=Path()), lambda: Path("samples.jsonl").write_text(
         '{"response_tokens": 3}\n'
     )

@@ -34,7 +34,7 @@ class WholeSteps:
         self._admitted = end
         return new
 
-    def finished(self, group: int) -> None:
+    def finish(self, group: int) -> None:
         """All samples of the group are there."""
         self._finished.add(group)
 
@@ -75,7 +75,7 @@ class GreedyWithDiscards:
         self._admitted_at |= dict.fromkeys(new, self._version)
         return new
 
-    def finished(self, group: int) -> None:
+    def finish(self, group: int) -> None:
         """All samples of the group are there."""
         self._finished.add(group)
 

@@ -54,7 +54,7 @@ class Policy(Protocol):
     """As `StalenessSchedule` is. weights_updated: may return groups that it discards."""
 
     def admit(self) -> list[int]: ...
-    def finished(self, group: int) -> None: ...
+    def finish(self, group: int) -> None: ...
     def take(self) -> list[int]: ...
     def weights_updated(self) -> Iterable[int] | None: ...
 
@@ -201,7 +201,7 @@ class Simulation:
         for group in self._engines.decode(until - self._now):
             self._left[group] -= 1
             if not self._left[group]:
-                self._policy.finished(group)
+                self._policy.finish(group)
         self._now = until
 
     def _publish(self) -> None:

@@ -40,9 +40,13 @@ def test_the_first_sample_with_a_reserved_part_ends_the_run(
     pool._adds, pool._on_failure = True, "zero"
     played = None if environment is None else Score(1.0, "", environment)
     with pytest.raises(DataError, match="reward part"):
-        pool.joined([SampleResult("a", 0, 2, 3, "stop", 0, environment=played)], [Score(0.25, "", parts)])
+        pool.join_scores(
+            [SampleResult("a", 0, 2, 3, "stop", 0, environment=played)], [Score(0.25, "", parts)]
+        )
     tools = Score(1.0, "", dict.fromkeys((*TOOL_PARTS, "agent"), 1.0))
-    pool.joined([SampleResult("a", 0, 2, 3, "stop", 0, environment=tools)], [Score(0.25, "", {"exact": 1.0})])
+    pool.join_scores(
+        [SampleResult("a", 0, 2, 3, "stop", 0, environment=tools)], [Score(0.25, "", {"exact": 1.0})]
+    )
 
 
 def test_long_texts_stay_with_the_tokens_and_outlive_their_reward_worker(stand_in_folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.algorithm.credit import by_turn, has_offsets, of_sessions
+from controller.algorithm.credit import has_offsets, session_advantages, turn_rewards
 from controller.config import Config, load
 from controller.preflight.checks import check
 from tests.controller.stand_ins.gpus import StandInEngine
@@ -81,7 +81,7 @@ def test_returns_and_gae_are_those_of_a_loop(
 ) -> None:
     rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))
     batch = batch_of(samples, rewards)
-    turns = by_turn(algorithm(credit="turn"), batch, batch["reward"])
+    turns = turn_rewards(algorithm(credit="turn"), batch, batch["reward"])
     tokens = tokens_of(turns, batch["reward"])
     values = np.sin(np.arange(tokens.num_loss_tokens))
     lengths = tokens.loss_token_counts.numpy()
@@ -111,7 +111,8 @@ def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(samples: list[An
     rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(samples), max_size=len(samples)))
     batch = batch_of(samples, rewards)
     found = {
-        credit: by_turn(algorithm(credit=credit), batch, batch["reward"]) for credit in ("turn", "episode")
+        credit: turn_rewards(algorithm(credit=credit), batch, batch["reward"])
+        for credit in ("turn", "episode")
     }
     for rows in found.values():
         assert [sum(number for _, number in row) for row in rows] == pytest.approx(rewards)
@@ -119,7 +120,7 @@ def test_turns_add_up_to_the_reward_and_one_turn_is_the_episode(samples: list[An
         assert [number for _, number in by_episode[:-1]] == [0.0] * (len(turns) - 1)
         assert [number for _, number in by_turns[:-1]] == [each[1] for each in turns[:-1]]
     single = batch_of([turns[:1] for turns in samples], rewards)
-    turns = by_turn(algorithm(credit="turn", gamma_per="turn"), single, single["reward"])
+    turns = turn_rewards(algorithm(credit="turn", gamma_per="turn"), single, single["reward"])
     tokens = tokens_of(turns, single["reward"])
     del tokens.objects["by_turn"]
     assert torch.equal(token_rewards(tokens_of(turns, single["reward"])), token_rewards(tokens))
@@ -163,7 +164,7 @@ def test_gigpo_is_the_papers_in_one_row_or_several(
     ]
     for branches in (False, True):
         batch = batch_of(samples, rewards, branches=branches)
-        found = by_turn(chosen, batch, batch["reward"])
+        found = turn_rewards(chosen, batch, batch["reward"])
         assert [sum(tokens for tokens, _ in row) for row in found] == batch["response_tokens"].tolist()
         for i, turns in enumerate(samples):
             mine = [turn for row in np.flatnonzero(batch["sample_number"] == i) for turn in found[row]]
@@ -220,7 +221,7 @@ def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(samples: list[Any]
         }.get(estimator, reward - np.mean(group))
 
     chosen = algorithm(advantage=estimator.split()[0], normalize_by_std="without" not in estimator)
-    found = of_sessions(chosen, batch, batch["reward"])
+    found = session_advantages(chosen, batch, batch["reward"])
     assert has_offsets(batch) == any(offset for session in sessions for _, offset, _ in session.credit())
     for number, session in enumerate(sessions):
         mine = [pair for row in np.flatnonzero(batch["sample_number"] == number) for pair in found[row]]
@@ -241,7 +242,7 @@ def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(samples: list[Any]
 def test_estimators_of_another_form_refuse_rewards_of_responses(estimator: str) -> None:
     _, batch = sessions_of([[(-1, 1, 2, True), (0, 1, 2, True), (0, 1, 2, True)]] * 2, [[None, 0.5]] * 2)
     with refused(f"algorithm.advantage={estimator}", DataError):
-        of_sessions(algorithm(advantage=estimator), batch, batch["reward"])
+        session_advantages(algorithm(advantage=estimator), batch, batch["reward"])
 
 
 ENVIRONMENT = """
@@ -364,7 +365,7 @@ def test_turns_in_rows_of_their_own_have_the_advantages_of_one_row(learned: Any)
     columns = {name: rows.columns[name].numpy()[first] for name in ("reward", "group_number")}
     columns |= {"credit": rows.objects["credit"][first], "response_tokens": np.full(len(first), 9)}
     chosen = load(None, [*SETTINGS, *EPISODE, *gigpo]).algorithm
-    expected = by_turn(chosen, RemoteBatch(columns, {}), columns["reward"])
+    expected = turn_rewards(chosen, RemoteBatch(columns, {}), columns["reward"])
     order = np.argsort(number, kind="stable").tolist()
     parts = [rows.slice(row, row + 1).tokens for row in order]
     found = torch.cat([part["advantages"][part["loss_mask"]] for part in parts])

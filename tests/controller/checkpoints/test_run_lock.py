@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 
 from controller import fit
-from controller.checkpoints.run_lock import LOCK, locked
+from controller.checkpoints.run_lock import LOCK, lock_run
 from controller.config import load
 from tests.end_to_end.processes import ROOT
 from tests.refusals import refused
@@ -113,11 +113,11 @@ def test_a_run_without_a_name_leaves_alone_what_another_has_written_since(worksp
     taken = config.run_folder
     taken.mkdir(parents=True)
     (taken / "config.yaml").touch()
-    locked(config, lambda: (config.run_folder / "config.yaml").touch())()
+    lock_run(config, lambda: (config.run_folder / "config.yaml").touch())()
     assert config.run_folder == taken.with_name(f"{taken.name}-2")
     assert (config.run_folder / "config.yaml").exists()
     with refused("run.name"):
-        locked(load("config.yaml", [f"run.name={taken.name}"]), lambda: None)
+        lock_run(load("config.yaml", [f"run.name={taken.name}"]), lambda: None)
 
 
 def test_the_command_refuses_a_folder_that_is_in_use(
@@ -137,12 +137,12 @@ def test_the_command_refuses_a_folder_that_is_in_use(
 
 def test_a_folder_that_a_run_has_written_to_is_for_resuming_alone(workspace: Path) -> None:
     config, folder = load("config.yaml"), workspace / "runs" / "test"
-    locked(config, lambda: folder.joinpath("config.yaml").touch())()
+    lock_run(config, lambda: folder.joinpath("config.yaml").touch())()
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
     with refused("run.name"):
-        locked(config, lambda: pytest.fail("it has started"))
+        lock_run(config, lambda: pytest.fail("it has started"))
     ran: list[bool] = []
-    locked(load("config.yaml", ["run.resume=auto"]), lambda: ran.append((folder / LOCK).exists()))()
+    lock_run(load("config.yaml", ["run.resume=auto"]), lambda: ran.append((folder / LOCK).exists()))()
     assert ran == [True]
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_fails_before_it_writes_can_be_started_again_in_a_folder_of_i
 
     for _ in range(2):
         with refused("no GPU"):
-            locked(load("config.yaml"), fail)()
+            lock_run(load("config.yaml"), fail)()
     assert modes == [0o700, 0o700]
     assert not (workspace / "runs" / "test").exists()
 
@@ -169,5 +169,5 @@ def test_a_file_system_without_locks_is_said(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    locked(load("config.yaml"), lambda: None)()
+    lock_run(load("config.yaml"), lambda: None)()
     assert "runs/test cannot be locked (No locks available)" in capsys.readouterr().out

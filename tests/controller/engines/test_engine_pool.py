@@ -257,7 +257,7 @@ def test_an_answer_that_came_while_nobody_looked_is_not_late_and_new_weights_end
     """The health of replica 0 is asked at the end of a round, and its answer read after the next weights."""
     started = engines({"a": "think"}, {"b": "think"}, hang_timeout_s=1)
     pool = started.pool
-    pool.progressed(0)
+    pool.note_progress(0)
     time.sleep(1.2)
     pool.check_deadlines({0})
     assert pool.fleet.serving == [1]

@@ -42,7 +42,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def started(self, data: st.DataObject) -> None:
         replica = self.draw(data, State.STARTING)
-        self.fleet.started(replica)
+        self.fleet.mark_started(replica)
         self.weights[replica] = 0
         assert self.fleet.state(replica) is self.by_weights(replica)
 
@@ -51,7 +51,7 @@ class FleetMachine(RuleBasedStateMachine):
     def updated(self, data: st.DataObject, behind: int) -> None:
         """With what is current, or with weights that became old on the way."""
         replica, version = self.draw(data, State.STALE), max(0, self.fleet.version - behind)
-        self.fleet.updated(replica, version)
+        self.fleet.mark_updated(replica, version)
         self.weights[replica] = version
         assert self.fleet.state(replica) is self.by_weights(replica)
 
@@ -75,7 +75,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lost(self, data: st.DataObject) -> None:
         replica = self.draw(data, *THERE)
-        self.fleet.lost(replica)
+        self.fleet.mark_lost(replica)
         self.weights.pop(replica, None)
 
     @precondition(lambda self: self.fleet.in_state(State.DEAD))
@@ -92,7 +92,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finishes_a_sample(self, data: st.DataObject) -> None:
         replica = self.draw(data, State.CURRENT)
-        self.fleet.finished_samples(replica)
+        self.fleet.mark_finished_samples(replica)
         self.history[replica][-1] = True
 
     @invariant()
@@ -118,16 +118,16 @@ TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 def test_recoveries_of_the_run_and_restarts_of_engines_share_one_budget() -> None:
     budget = RestartBudget(2, recoveries=1)
     fleet = Fleet(1, budget)
-    fleet.lost(0)
+    fleet.mark_lost(0)
     assert fleet.restart(0)
-    fleet.lost(0)
+    fleet.mark_lost(0)
     assert not fleet.restart(0)
     assert budget.metrics() == {"restarts/engines": 1.0, "restarts/recoveries": 1.0}
 
 
-@pytest.mark.parametrize("event", ["updated", "restart", *MOVES])
+@pytest.mark.parametrize("event", ["mark_updated", "restart", *MOVES])
 def test_an_event_that_cannot_happen_is_refused_by_name(event: str) -> None:
-    arguments = (0, 1) if event == "updated" else (0,)
+    arguments = (0, 1) if event == "mark_updated" else (0,)
     with refused("engine 0", ValueError):
         getattr(Fleet(1, RestartBudget(1)), event)(*arguments)
     fleet = Fleet(1, RestartBudget(0))

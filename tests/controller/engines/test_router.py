@@ -58,14 +58,14 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.at)))
-        self.router.finished(self.at.pop(name), success(name))
+        self.router.finish(self.at.pop(name), success(name))
         self.finished.add(name)
 
     @precondition(lambda self: self.at)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.at)))
-        self.router.failed(self.at.pop(name), failure(name))
+        self.router.retry_or_drop(self.at.pop(name), failure(name))
         self.failures[name] = self.failures.get(name, 0) + 1
 
     @precondition(lambda self: len(self.lost) < REPLICAS - 1)
@@ -98,7 +98,7 @@ class RouterMachine(RuleBasedStateMachine):
         for _ in range(len(self.submitted) + 1):
             self.assign()
             for name, replica in sorted(self.at.items()):
-                self.router.finished(replica, success(name))
+                self.router.finish(replica, success(name))
                 self.finished.add(name)
             self.at = {}
         dropped = {result.uid for result in self.router.dropped}
@@ -125,9 +125,9 @@ def test_a_failed_request_waits_for_another_replica_rather_than_return_to_the_sa
     router = Router(2, max_concurrent=1, max_retries=1)
     router.submit([request("a"), request("b")])
     assert set(router.assign({0, 1})) == {0, 1}
-    router.failed(0, failure("a"))
+    router.retry_or_drop(0, failure("a"))
     assert router.assign({0, 1}) == {}
-    router.finished(1, success("b"))
+    router.finish(1, success("b"))
     assert [r.uid for r in router.assign({0, 1})[1]] == ["a"]
 
 
@@ -136,7 +136,7 @@ def test_the_only_replica_gets_a_failed_request_again_and_the_last_reason_is_kep
     router.submit([request("a")])
     for reason in ("first", "second"):
         assert [r.uid for r in router.assign({0})[0]] == ["a"]
-        router.failed(0, failure("a", reason=reason))
+        router.retry_or_drop(0, failure("a", reason=reason))
     assert router.done
     assert [result.error for result in router.dropped] == ["second"]
     assert len(router.retried) == 1
@@ -148,7 +148,7 @@ def test_a_lost_replicas_requests_go_first_and_on_after_their_beginnings_and_cos
     router.assign({0, 1})
     begun = Response(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
     router.replica_lost(0, {0: begun, 1: begun})
-    router.finished(1, success("b"))
+    router.finish(1, success("b"))
     ((again,),) = router.assign({1}).values()
     assert (again.uid, again.begun, router.dropped) == ("a", begun, [])
     assert [r.uid for r in router.assign({0, 1})[0]] == ["c"]  # a new engine in the lost one's place
@@ -164,5 +164,5 @@ def test_a_request_that_failed_goes_before_those_of_less_priority() -> None:
     router = Router(1, max_concurrent=1, max_retries=1)
     router.submit([replace(request(name), priority=priority) for priority, name in enumerate("abc")])
     router.assign({0})
-    router.failed(0, failure("a"))
+    router.retry_or_drop(0, failure("a"))
     assert [router.assign({0})[0][0].uid, router.waiting] == ["a", 2]

@@ -132,10 +132,10 @@ class Run:
         group = min(running, key=self.ends.__getitem__)
         self.now = max(self.now, self.ends[group])
         if self.random.random() < self.release:
-            self.schedule.released(group)
+            self.schedule.release(group)
             self.books.released.add(group)
         else:
-            self.schedule.finished(group)
+            self.schedule.finish(group)
         return True
 
     def update(self) -> None:
@@ -233,15 +233,15 @@ def test_a_step_takes_what_the_rule_says(
     schedule = StalenessSchedule(settings, 9, admitted=41, active=active)
     for group in sorted(active):
         if data.draw(st.booleans()):
-            schedule.finished(group)
+            schedule.finish(group)
     expected = by_the_book({group: schedule.state(group) for group in active}, settings)
     assert schedule.take() == expected
 
 
-@pytest.mark.parametrize(("event", "group"), [("finished", 7), ("finished", 0), ("released", 0)])
+@pytest.mark.parametrize(("event", "group"), [("finish", 7), ("finish", 0), ("release", 0)])
 def test_an_impossible_event_is_refused(event: str, group: int) -> None:
     schedule = StalenessSchedule(Staleness(2, 0, 0.3), steps=1)
     schedule.admit()
-    schedule.finished(0)
+    schedule.finish(0)
     with refused(f"group {group}", ValueError):
         getattr(schedule, event)(group)

@@ -48,12 +48,12 @@ def test_every_engine_is_in_one_state_from_its_start_to_its_restart() -> None:
     fleet = Fleet(2, RestartBudget(1), told.live.engine_state)
     assert told.on("engine/state/{replica}/{state}") == {("0", "starting"), ("1", "starting")}
     for change in (
-        lambda: fleet.started(0),
+        lambda: fleet.mark_started(0),
         lambda: fleet.new_version(1),
-        lambda: fleet.updated(0, 1),
+        lambda: fleet.mark_updated(0, 1),
         lambda: fleet.drain(0),
         lambda: fleet.resume(0),
-        lambda: fleet.lost(0),
+        lambda: fleet.mark_lost(0),
         lambda: fleet.restart(0),
     ):
         change()

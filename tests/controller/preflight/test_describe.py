@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.actors.layout import pools, reserved, role_requests
+from controller.actors.layout import pools, role_requests, sum_reserved
 from controller.config import Config, TrainingConfig, changed_yaml, load, load_as, training
 from controller.config.conditions import effect_words
 from controller.config.file import settings
@@ -236,7 +236,7 @@ def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
                 [asked] * len(pool.bundles)
             )
     in_pools = sum(bundle["CPU"] for pool in pools(config) for bundle in pool.bundles)
-    assert in_pools + rewards * config.resources.cpus_per_worker == pytest.approx(reserved(config, "CPU"))
+    assert in_pools + rewards * config.resources.cpus_per_worker == pytest.approx(sum_reserved(config, "CPU"))
 
 
 @given(prompts=st.integers(1, 64), samples=st.integers(1, 16), mini_batches=st.integers(1, 64))

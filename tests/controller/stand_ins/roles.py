@@ -222,7 +222,7 @@ class Engines:
             self._late = self._late[len(self._late[:1]) :]
         now = [request for request in requests if request not in self._late]
         if now:
-            self._generation.received(0, ("block"), [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
+            self._generation.receive(0, ("block"), [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
         return bool(now)
 
     def pump_all(self, timeout_s: float = 0.0) -> None:
@@ -242,7 +242,7 @@ class Engines:
         requests = generation.router.assign([0])[0]
         self.rounds.append((requests, generation.sampling))
         answers = [self._answer(request, row) for row, request in enumerate(requests)]
-        generation.received(0, f"round {len(self.rounds)}", answers)  # type: ignore[arg-type]
+        generation.receive(0, f"round {len(self.rounds)}", answers)  # type: ignore[arg-type]
         return True
 
     def update_weights(self, weights: None, version: int) -> None:
