@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr("controller.lifecycle.chat_inputs.examine", lambda *_, **__: None)
     for name in ("reward_inputs.find_class", "reward_inputs.try_environment", "user_functions.check_loss"):
         patch.setattr(f"controller.lifecycle.{name}", _out_of_reach)
-    patch.setattr("controller.lifecycle.session.locked", _nothing)
+    patch.setattr("controller.lifecycle.session.lock_run", _nothing)
     for module in ("controller.lifecycle.session", "ballast.replay.__main__"):
         patch.setattr(f"{module}.check_cluster", _nothing)
     patch.setattr("ballast.replay.__main__.run", _nothing)
