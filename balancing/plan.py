@@ -270,7 +270,7 @@ def _make_batch(
     in_loss: Integers,
     group_of: Integers | None,
     images: Images | None,
-    prefixes: tuple[ArrayLike | None, ...],
+    prefixes: tuple[ArrayLike | None, ArrayLike | None, ArrayLike | None, ArrayLike | None],
 ) -> _Batch:
     """Check images and prefixes, and measure the work of each sequence alone."""
     sizes = round_up(tokens, settings.length_multiple)
