@@ -28,7 +28,7 @@ from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
 from controller.rollout.samples import assign_teachers, newly_sampled, sample_numbers, trainable_rows
-from workers.batch.metrics import Metric, Metrics, merge, prefixed, results
+from workers.batch.metrics import Metric, Metrics, add_prefix, merge, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.roles import LossConfig, ValueLossConfig
 from workers.engine.requests import NUMERICS_CHECK_STEP
@@ -146,7 +146,7 @@ def with_old_log_probs(run: "Run", batch: RemoteBatch, *, recompute: bool = Fals
         passed = read(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     check.compare(run.number, passed.metrics, equal_weights)
     if needed:
-        run.record.add(prefixed("policy", check.keep(run.number, passed.metrics)))
+        run.record.add(add_prefix("policy", check.keep(run.number, passed.metrics)))
     if recompute or config.old_log_probs == "forward_pass":
         batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
     return batch.with_tokens(old_entropies=passed.tokens["entropies"]) if entropies else batch
@@ -216,7 +216,7 @@ def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
             outputs = critic.advantages(
                 _add_baseline_and_turns(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per
             )
-            run.record.add(prefixed("critic", advantages.value_metrics(outputs.metrics)))
+            run.record.add(add_prefix("critic", advantages.value_metrics(outputs.metrics)))
             batch = batch.with_tokens(**outputs.tokens)
         elif run.config.uses_token_returns:
             plan = planner.forward_plan(batch, "policy.log_probs")
@@ -286,7 +286,7 @@ def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> di
     ]
     update_metrics = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
     metrics = {name: value for name, value in update_metrics.items() if name in CRITIC_METRICS}
-    run.record.add(prefixed("critic", metrics))
+    run.record.add(add_prefix("critic", metrics))
     return metrics
 
 
@@ -309,7 +309,7 @@ def update_policy(
     run.logprob_check.compare_update(run.number, updated)
     # Only a separate log-prob pass compares sampler and trainer at equal weights.
     metrics = results(updated) | run.logprob_check.metrics_before_update(run.number)
-    run.record.add(prefixed(recorded_as, metrics))
+    run.record.add(add_prefix(recorded_as, metrics))
     return metrics
 
 
@@ -342,7 +342,7 @@ def send_weights(run: "Run", adapter: str = "") -> None:
     """
     with run.record.phase("weights"):
         run.weight_version += 1
-        run.record.add(prefixed("rollout", run.roles.send_weights(run.weight_version, adapter)))
+        run.record.add(add_prefix("rollout", run.roles.send_weights(run.weight_version, adapter)))
         if run.config.older_samples and run.logprob_check.awaits(AtEqualWeights.CHANGED):
             _check_changed_weights(run)
 

@@ -26,7 +26,7 @@ from controller.lifecycle.model_card import write_card
 from controller.lifecycle.session import Session
 from controller.planning.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
 from controller.planning.planner import Planner
-from workers.batch.metrics import prefixed
+from workers.batch.metrics import add_prefix
 from workers.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=Config | OfflineConfig)
@@ -130,7 +130,7 @@ class TrainingRun(ABC, Generic[Settings]):
         fitter = self.cost_fitter
         self.record.micro_steps(times, self.planner.cost_model)
         policy = {actor: actor_times for actor, actor_times in times.items() if actor.startswith("policy")}
-        self.record.add(prefixed("balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))))
+        self.record.add(add_prefix("balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))))
         self.planner.cost_model, self.planner.stages = fitter.cost_model, fitter.stages
 
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
@@ -189,7 +189,7 @@ def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ())
 
 def _before_first_step(run: TrainingRun[Any], callbacks: Sequence[Callback]) -> None:
     scores = run.validate(0) if run.config.validation.at_start else {}
-    run.record.add(prefixed("validation", scores))
+    run.record.add(add_prefix("validation", scores))
     raised = _call(run, 0, callbacks) if scores else None
     _advance(run, 0, scores)
     run.record.writer.step(0, run.record.metrics)
@@ -220,7 +220,7 @@ def end_step(
     scores = run.progress.latest
     if validates:
         scores = run.validate(number)
-        run.record.add(prefixed("validation", scores))
+        run.record.add(add_prefix("validation", scores))
     raised = _call(run, number, callbacks)
     run.record.end_step(number, run.last_step)
     _advance(run, number, scores)

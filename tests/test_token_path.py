@@ -21,7 +21,7 @@ from workers.episodes.episode import Episode
 from workers.model.layout import RowLayout
 from workers.model.losses import Predictions
 from workers.roles.policy import PolicyWorker
-from workers.rollout.results import finished, flush
+from workers.rollout.results import finish_sample, flush
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"^\| (`.*) \| (`.*) \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
@@ -55,7 +55,7 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
         turn = as_response(output(prompt, ids))
         assert (turn.ids.tolist(), turn.log_probs.tolist()) == (ids, [-float(id) for id in ids])
         episode.add(turn)
-        samples.append(finished(request, episode, turn.finish_reason))
+        samples.append(finish_sample(request, episode, turn.finish_reason))
     store["block"], results = flush(samples)
     assert [(result.sample, result.row, result.length) for result in results] == [(0, 0, 5), (1, 1, 6)]
     assert [store["block"].row(row)["input_ids"].tolist() for row in range(2)] == [

@@ -1,18 +1,18 @@
 """Chat messages of records and requests: checked, and in one form, whatever library wrote them.
 
-messages, or their JSON in a text --cleaned--> role, content: text | parts (text, image), tool_calls, ...
+messages, or their JSON in a text --clean_prompt--> role, content: text | parts (text, image), tool_calls, ...
 """
 
 from typing import Any
 
 from workers.errors import DataError
-from workers.template_forms import IMAGE_PART, parsed_json
+from workers.template_forms import IMAGE_PART, parse_json
 
 IMAGE_PLACES = ("image", "image_url", "url", "path")
 """Names under which parts of messages hold images."""
 
 
-def cleaned(prompt: Any, place: str) -> Any:
+def clean_prompt(prompt: Any, place: str) -> Any:
     """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record
     `place`.
 
@@ -46,7 +46,7 @@ def messages_in(value: Any) -> Any:
     """Return the chat messages that a text holds as JSON, and other values as they are."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    messages = parsed_json(value)
+    messages = parse_json(value)
     is_chat = (
         isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
     )
@@ -75,7 +75,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 def _with_calls(message: dict[str, Any], place: str) -> dict[str, Any]:
     """Replace `function_call`, OpenAI's older form of a call, by `tool_calls`."""
-    function = parsed_json(message["function_call"])
+    function = parse_json(message["function_call"])
     if (
         not isinstance(function, dict)
         or not isinstance(function.get("name"), str)
@@ -90,7 +90,7 @@ def _with_calls(message: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    calls = parsed_json(value)
+    calls = parse_json(value)
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls or ()]
     if not isinstance(calls, list) or not all(isinstance(function, dict) for function in functions):
         raise DataError(

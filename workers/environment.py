@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.batch.score import is_finite
-from workers.errors import DataError, quoted
+from workers.errors import DataError, quote
 from workers.images.images import url_of
 
 Text = str | list[dict[str, Any]]
@@ -92,22 +92,22 @@ class Environment(Protocol):
 
 def as_opening(value: Any) -> Text:
     """Return `value` of `reset`. Raises DataError unless it is text, messages or None."""
-    return _checked_text(value or "", "reset")
+    return _check_text(value or "", "reset")
 
 
 def as_observation(value: Any) -> dict[str, Any]:
     """Fields of the Observation that `step` returned. Raises DataError for another value or a wrong type."""
     if not isinstance(value, Observation):
-        raise DataError(f"step must return a workers.environment.Observation, it returned {quoted(value)}.")
+        raise DataError(f"step must return a workers.environment.Observation, it returned {quote(value)}.")
     if not isinstance(value.done, bool):
-        raise DataError(f"the done of an Observation must be true or false, not {quoted(value.done)}.")
+        raise DataError(f"the done of an Observation must be true or false, not {quote(value.done)}.")
     for name, number in {"reward": value.reward, **value.parts}.items():
         if not isinstance(number, (int, float)) or not is_finite(number):
             raise DataError(
-                f"the {name} of an Observation must be a finite float32 number, not {quoted(number)}."
+                f"the {name} of an Observation must be a finite float32 number, not {quote(number)}."
             )
     parts = {str(name): float(part) for name, part in value.parts.items()}
-    text = _checked_text(value.text, "step")
+    text = _check_text(value.text, "step")
     return {"text": text, "reward": float(value.reward), "done": value.done, "parts": parts}
 
 
@@ -123,11 +123,11 @@ def _content(message: Mapping[str, Any]) -> str:
     )
 
 
-def _checked_text(value: Any, method: str) -> Text:
+def _check_text(value: Any, method: str) -> Text:
     messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not isinstance(value, str) and not messages:
         raise DataError(
-            f"the text that {method} returns must be a string or chat messages, not {quoted(value)}."
+            f"the text that {method} returns must be a string or chat messages, not {quote(value)}."
         )
     return value if isinstance(value, str) else [_with_urls(message) for message in value]
 

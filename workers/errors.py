@@ -80,10 +80,10 @@ class EpisodeError(BallastError):
 
 def without_control(text: str) -> str:
     """Escape characters that steer a terminal or show nothing on it. Lines and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else _escaped(char) for char in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else _escape(char) for char in text)
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
@@ -95,7 +95,7 @@ def one_line(error: BaseException) -> str:
     return without_control(text.replace("\n", "\\n"))
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     try:
         return _QUOTES.repr(value)
     except Exception:
@@ -118,7 +118,7 @@ def why_not_json(error: Exception) -> str:
     return "a number has more than 4,300 digits" if "set_int_max_str_digits" in text else text
 
 
-def named(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and first words of an error in users' code."""
     try:
         text = without_control(next(iter(str(error).splitlines()), "").rstrip("."))

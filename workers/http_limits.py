@@ -101,7 +101,7 @@ def _is_between_requests(inner: Any) -> bool:
     return inner._waiter is not None and not inner._messages
 
 
-def guarded(make_protocol: Callable[..., Any]) -> Callable[..., Guard]:
+def guard_protocols(make_protocol: Callable[..., Any]) -> Callable[..., Guard]:
     """Return a factory of a server's protocols that guards them."""
     connections = set[Guard]()
 
@@ -117,5 +117,5 @@ def uvicorn_config(app: Any, **settings: Any) -> Any:
 
     config = uvicorn.Config(app, **settings)
     config.load()
-    config.http_protocol_class = guarded(config.http_protocol_class)  # type: ignore[assignment]
+    config.http_protocol_class = guard_protocols(config.http_protocol_class)  # type: ignore[assignment]
     return config

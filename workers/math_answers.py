@@ -11,8 +11,8 @@ from decimal import Decimal, InvalidOperation
 from numbers import Number
 from typing import Any
 
-from workers.errors import DataError, clause, quoted
-from workers.math_texts import choice_in, plain_text, squeezed
+from workers.errors import DataError, clause, quote
+from workers.math_texts import choice_in, plain_text, squeeze
 
 THOUGHT = r"(?:think|thinking|thought|seed:think)"
 END_OF_THOUGHT = re.compile(rf"</{THOUGHT}>|\[/THINK\]|◁/think▷")
@@ -136,7 +136,7 @@ def _text_of(answer: Any) -> str:
         if number.is_finite():
             return f"{number:f}"  # 1e-07 would be a product of e
     raise DataError(
-        f"answer={quoted(answer)}: not a text or a finite number. Write one of them in the record."
+        f"answer={quote(answer)}: not a text or a finite number. Write one of them in the record."
     )
 
 
@@ -148,14 +148,14 @@ def _read_marked(text: str) -> MathAnswer | None:
         expressions = parse(rest) if FINAL_SENTENCE in rest.lower() else []
         return MathAnswer(expressions, "") if expressions else _read_bare(contents)
     if MARKED_MATHEMATICS.search(text):
-        return MathAnswer(parse(text), squeezed(text))
+        return MathAnswer(parse(text), squeeze(text))
     return _read_bare(text.rpartition(FINAL)[2]) if FINAL in text else None
 
 
 def _read_prose(text: str) -> MathAnswer:
     from math_verify import parse
 
-    return MathAnswer(parse(text), squeezed(text))
+    return MathAnswer(parse(text), squeeze(text))
 
 
 def _read_bare(text: str) -> MathAnswer:
@@ -168,10 +168,10 @@ def _read_bare(text: str) -> MathAnswer:
         rest = _read_bare(behind) if behind else MathAnswer(parse(f"\\boxed{{{letter}}}"), letter)
         return MathAnswer(rest.expressions, rest.text, letter)
     if words := WORDS.fullmatch(text):  # as mathematics, ABCD is a product and equals ABDC
-        return MathAnswer(parse(f"\\boxed{{\\text{{{words[1]}}}}}"), squeezed(words[1]).lower())
+        return MathAnswer(parse(f"\\boxed{{\\text{{{words[1]}}}}}"), squeeze(words[1]).lower())
     counted = COUNTED_THINGS.fullmatch(text)
     expression = counted[1] if counted else text
-    return MathAnswer(parse(f"\\boxed{{{expression}}}") if expression else [], squeezed(text))
+    return MathAnswer(parse(f"\\boxed{{{expression}}}") if expression else [], squeeze(text))
 
 
 def last_boxes(text: str) -> tuple[str, str]:

@@ -59,7 +59,7 @@ def plain_text(text: str) -> str:
 
 def choice_in(text: str) -> tuple[str, str]:
     r"""Return a choice's letter and the text behind it, `C` and `5` of `\textbf{(C)}\ 5`, or empty texts."""
-    match = CHOICE.fullmatch(unwrapped(text).strip())
+    match = CHOICE.fullmatch(unwrap_text(text).strip())
     if match is None:
         return "", ""
     behind = match[4].lstrip("\\ ") if match[4].startswith("\\ ") else match[4]
@@ -68,11 +68,11 @@ def choice_in(text: str) -> tuple[str, str]:
     return match[1] or match[2] or match[3], behind
 
 
-def unwrapped(text: str) -> str:
+def unwrap_text(text: str) -> str:
     r"""Return a text without `\text{}` around its words."""
     return WRAPPED.sub(r"\1", text)
 
 
-def squeezed(text: str) -> str:
+def squeeze(text: str) -> str:
     r"""Return a text without white space, in LaTeX too, and without `\text{}`, to compare it as written."""
-    return "".join(re.sub(r"\\[ ,;!]|~", "", unwrapped(text)).split()).strip("$")
+    return "".join(re.sub(r"\\[ ,;!]|~", "", unwrap_text(text)).split()).strip("$")

@@ -39,11 +39,11 @@ def socket_variables(
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    wanted = _parsed(address)
+    wanted = _parse(address)
     if wanted is None:
         return None
     for name, addresses in interfaces.items():
-        ip_addresses = [parsed for parsed in map(_parsed, addresses) if parsed is not None]
+        ip_addresses = [parsed for parsed in map(_parse, addresses) if parsed is not None]
         if wanted in ip_addresses or (
             wanted.is_loopback and any(address.is_loopback for address in ip_addresses)
         ):
@@ -64,7 +64,7 @@ def variables_in(files: Iterable[Path]) -> set[str]:
     }
 
 
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

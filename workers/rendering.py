@@ -19,7 +19,7 @@ import numpy as np
 
 from workers.batch.placed_images import Image, Placed
 from workers.chat_templates import Template, check_read, read_template, time_limit, variables_of
-from workers.errors import ConfigError, DataError, named
+from workers.errors import ConfigError, DataError, describe_error
 from workers.images.images import ImageSource, url_of
 from workers.images.placeholders import Placeholders
 from workers.template_forms import (
@@ -115,12 +115,12 @@ def options_of(record: Mapping[str, Any], run: Options, place: str) -> Options:
 
     Both columns may be JSON in a text. Raises DataError, naming the record `place`, for other values.
     """
-    arguments = _parsed(record, "chat_template_arguments", dict, place)
+    arguments = _read_column(record, "chat_template_arguments", dict, place)
     if arguments and (reserved := sorted(arguments.keys() & set(RESERVED))):
         raise DataError(
             f"{place} has a chat template argument {reserved[0]!r}, which is set otherwise. Leave it out."
         )
-    tools = _parsed(record, "tools", list, place)
+    tools = _read_column(record, "tools", list, place)
     options = (
         run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, place) for tool in tools]})
     )
@@ -131,7 +131,7 @@ def options_of(record: Mapping[str, Any], run: Options, place: str) -> Options:
     )
 
 
-def _parsed(record: Mapping[str, Any], column: str, kind: type, place: str) -> Any:
+def _read_column(record: Mapping[str, Any], column: str, kind: type, place: str) -> Any:
     value = record.get(column)
     try:
         content = json.loads(value) if isinstance(value, str) else without_nulls(value)
@@ -145,7 +145,7 @@ def _parsed(record: Mapping[str, Any], column: str, kind: type, place: str) -> A
 
 
 def _tool(tool: Any, place: str) -> dict[str, Any]:
-    tool = _parsed({"tools": tool}, "tools", dict, place)
+    tool = _read_column({"tools": tool}, "tools", dict, place)
     function = tool.get("function", tool) if tool else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(
@@ -225,8 +225,7 @@ class Renderer:
         """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `place`."""
         if isinstance(prompt, str):
             full_ids, bare = (
-                self._encoded(prompt, place, add_special_tokens=adds_special)
-                for adds_special in (True, False)
+                self._encode(prompt, place, add_special_tokens=adds_special) for adds_special in (True, False)
             )
             start = next((i for i in range(len(full_ids)) if full_ids[i : i + len(bare)] == bare), 0)
             ids = bare if bare[:start] == full_ids[:start] else [*full_ids[:start], *bare]
@@ -258,7 +257,7 @@ class Renderer:
         try:
             if names := options.keys() - CONTROLS:
                 check_read(self.tokenizer.get_chat_template(tools=options.get("tools")), names)
-            return self._formed(messages, **options)
+            return self._render_form(messages, **options)
         except ConfigError as error:
             raise DataError(f"{place} is not rendered: {error}") from None
         except DataError as error:
@@ -267,7 +266,7 @@ class Renderer:
             ) from None
         except Exception as error:  # templates may raise anything
             raise DataError(
-                f"{place} is not rendered by the chat template of {self.source}: {named(error)}."
+                f"{place} is not rendered by the chat template of {self.source}: {describe_error(error)}."
             ) from error
 
     def as_read(self, messages: Messages, where: str, options: Options) -> Messages:
@@ -291,7 +290,7 @@ class Renderer:
         return [without_unread_keys(message) for message in formed]
 
     def ids(self, text: str, place: str) -> list[int]:
-        return self._encoded(text, place, add_special_tokens=False)
+        return self._encode(text, place, add_special_tokens=False)
 
     def ids_behind(self, text: str, last: int | None, place: str) -> list[int]:
         """Return ids of a text behind the id `last`, or None. Raises DataError, naming `place`."""
@@ -305,9 +304,7 @@ class Renderer:
                 f"{place}: the tokenizer of model.path has no fast form, which tells tokens' places."
             )
         anchor, start = self._anchor(text, last, place)
-        encoding = self._tokenized(
-            anchor + text, place, add_special_tokens=False, return_offsets_mapping=True
-        )
+        encoding = self._tokenize(anchor + text, place, add_special_tokens=False, return_offsets_mapping=True)
         ends = np.array([end for _, end in encoding["offset_mapping"][start:]], np.int64)
         return encoding["input_ids"][start:], ends - len(anchor)
 
@@ -328,14 +325,14 @@ class Renderer:
     def _puts_blank(self) -> bool:
         return puts_blank(self.tokenizer)
 
-    def marked(self, messages: Messages, place: str, **options: Any) -> tuple[list[int], np.ndarray]:
+    def encode_marked(self, messages: Messages, place: str, **options: Any) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming
         `place`.
         """
         self.text(messages, place, **options)
         options |= {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoding = self._applied(self._forms_for(options).apply(messages), **options)
-        return self.checked(encoding["input_ids"], place), np.array(encoding["assistant_masks"], dtype=bool)
+        encoding = self._apply_template(self._forms_for(options).apply(messages), **options)
+        return self.check_ids(encoding["input_ids"], place), np.array(encoding["assistant_masks"], dtype=bool)
 
     def check_shown(self, messages: Messages, place: str, **options: Any) -> None:
         """Raise DataError, naming `place`, if the template leaves out the content or the calls of a cleaned
@@ -356,7 +353,7 @@ class Renderer:
         )
         if key in self._shown:
             return
-        if hidden := first_hidden(partial(self._formed, **options), messages):
+        if hidden := first_hidden(partial(self._render_form, **options), messages):
             number, part = hidden
             raise DataError(
                 f"{place}: the chat template of {self.source} leaves out the {part} of message "
@@ -395,29 +392,29 @@ class Renderer:
             self._forms[has_tools] = try_forms(partial(self._render, **tools))
         return self._forms[has_tools]
 
-    def _formed(self, messages: Messages, **options: Any) -> str:
+    def _render_form(self, messages: Messages, **options: Any) -> str:
         return self._render(self._forms_for(options).apply(messages), **options)
 
     def _render(self, messages: Messages, **options: Any) -> str:
-        return check_size(str(self._applied(messages, tokenize=False, **options)))
+        return check_size(str(self._apply_template(messages, tokenize=False, **options)))
 
-    def _applied(self, messages: Messages, **options: Any) -> Any:
+    def _apply_template(self, messages: Messages, **options: Any) -> Any:
         with time_limit(self.timeout_s, TIMEOUT_SETTING):
             return self.tokenizer.apply_chat_template(messages, **options)
 
-    def _encoded(self, text: str, place: str, **options: bool) -> list[int]:
-        return list(self._tokenized(text, place, **options)["input_ids"])
+    def _encode(self, text: str, place: str, **options: bool) -> list[int]:
+        return list(self._tokenize(text, place, **options)["input_ids"])
 
-    def _tokenized(self, text: str, place: str, **options: bool) -> Any:
+    def _tokenize(self, text: str, place: str, **options: bool) -> Any:
         try:
             text.encode()  # tokenizers' errors say less about half a character
         except UnicodeEncodeError as error:
-            raise DataError(f"{place} cannot be encoded as Unicode: {named(error)}.") from None
+            raise DataError(f"{place} cannot be encoded as Unicode: {describe_error(error)}.") from None
         encoding = self.tokenizer(text, **options)
-        self.checked(encoding["input_ids"], place)
+        self.check_ids(encoding["input_ids"], place)
         return encoding
 
-    def checked(self, ids: list[int], place: str) -> list[int]:
+    def check_ids(self, ids: list[int], place: str) -> list[int]:
         """Return the ids. Raises DataError, naming `place`, for an id that the model lacks."""
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             raise DataError(

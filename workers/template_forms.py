@@ -97,7 +97,7 @@ class TemplateForms:
             return json.dumps(arguments, ensure_ascii=False)
         if self.arguments != MAPPING or isinstance(arguments, Mapping):
             return arguments
-        mapping = parsed_json(arguments)
+        mapping = parse_json(arguments)
         if not isinstance(mapping, dict):
             raise DataError(
                 f"message {number} calls {name!r} with arguments that are not a JSON object. Correct them, "
@@ -113,7 +113,7 @@ class TemplateForms:
         return other_fields | {self.thoughts[0]: message[names[0]]}
 
 
-def parsed_json(value: Any) -> Any:
+def parse_json(value: Any) -> Any:
     """Parse a text that is JSON, and return other values as they are."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -132,14 +132,14 @@ def try_forms(render: Render) -> TemplateForms:
     """Try which forms of messages a template shows."""
 
     def shows(content: Any) -> bool:
-        text = _tried(render, [{"role": "user", "content": content}])
+        text = _try_render(render, [{"role": "user", "content": content}])
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
 
     contents = TemplateForms(shows(PROBE), shows([{"type": "text", "text": PROBE}]))
 
     def rendered(*messages: dict[str, Any]) -> str:
         chat = [m | {"content": contents._content(m["content"], number)} for number, m in enumerate(messages)]
-        return _tried(render, chat)
+        return _try_render(render, chat)
 
     arguments, empty = _call_forms(rendered)
     call = _calling(json.dumps({"a": "1"}) if arguments == TEXT else {"a": "1"}, empty)
@@ -183,7 +183,7 @@ def _calling(arguments: Any, content: str | None) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def _tried(render: Render, messages: Messages) -> str:
+def _try_render(render: Render, messages: Messages) -> str:
     try:
         return render(messages)
     except Exception:  # templates may raise anything
@@ -197,17 +197,17 @@ def first_hidden(render: Render, messages: Messages) -> tuple[int, str] | None:
     Each text is replaced by a probe, which nothing else can hold. A template may drop earlier turns' texts
     beside calls as it drops thoughts: such a message is shown when it is the last one.
     """
-    probed = [_probed(message, number) for number, message in enumerate(messages)]
-    text = _tried(render, probed)
+    probed = [_probe_message(message, number) for number, message in enumerate(messages)]
+    text = _try_render(render, probed)
     plain = None
     for number, message in enumerate(messages):
         for part, probe, written in _probes(message, number):
             if probe in text:
                 continue
-            plain = _tried(render, messages) if plain is None else plain
+            plain = _try_render(render, messages) if plain is None else plain
             if written and (written in plain or json.dumps(written, ensure_ascii=False)[1:-1] in plain):
                 continue
-            if message["role"] == "assistant" and probe in _tried(render, probed[: number + 1]):
+            if message["role"] == "assistant" and probe in _try_render(render, probed[: number + 1]):
                 continue
             return number, part
     return None
@@ -216,7 +216,7 @@ def first_hidden(render: Render, messages: Messages) -> tuple[int, str] | None:
 CONTENT = "content"
 
 
-def _probed(message: dict[str, Any], number: int) -> dict[str, Any]:
+def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     content = message.get("content")
     changed = dict(message)
     if isinstance(content, list):
@@ -227,11 +227,11 @@ def _probed(message: dict[str, Any], number: int) -> dict[str, Any]:
     elif content and content.strip():
         changed["content"] = _probe(number, 0)
     if calls := message.get("tool_calls"):
-        changed["tool_calls"] = [_probed_call(call, number, place) for place, call in enumerate(calls)]
+        changed["tool_calls"] = [_probe_call(call, number, place) for place, call in enumerate(calls)]
     return changed
 
 
-def _probed_call(call: dict[str, Any], number: int, place: int) -> dict[str, Any]:
+def _probe_call(call: dict[str, Any], number: int, place: int) -> dict[str, Any]:
     arguments = {"value": f"called {number}-{place}."}
     if "function" in call:
         return call | {"function": call["function"] | {"arguments": arguments}}

@@ -11,13 +11,13 @@ from inspect import isfunction
 from typing import Any
 
 from workers.chat_templates import check_read, variables_of
-from workers.config.loss import DistillationConfig, undecorated
+from workers.config.loss import DistillationConfig, undecorated_error
 from workers.config.roles import LossConfig, OptimizerConfig
 from workers.episodes.template_findings import template_findings
-from workers.errors import BallastError, ConfigError, DataError, clause, named
+from workers.errors import BallastError, ConfigError, DataError, clause, describe_error
 from workers.rendering import Messages, Options, check_size
 from workers.template_forms import try_forms
-from workers.user_code.functions import load, load_module, packed_text
+from workers.user_code.functions import load, load_module, pack_text
 from workers.user_code.process import RAISED
 from workers.user_code.tool_types import problem_of_tool
 
@@ -38,7 +38,7 @@ def try_loss(
     """
     load(key, name)  # first, so that import errors are raised before torch is loaded
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
-        raise undecorated(name)
+        raise undecorated_error(name)
     import torch
 
     from workers.batch.dataproto import DataProto
@@ -67,7 +67,9 @@ def try_loss(
         except BallastError as error:
             raise ConfigError(f"{key}={name!r}, tried on {description}: {clause(error)}.") from None
         except RAISED as error:
-            raise ConfigError(f"{key}={name!r}, tried on {description}, raised {named(error)}.") from None
+            raise ConfigError(
+                f"{key}={name!r}, tried on {description}, raised {describe_error(error)}."
+            ) from None
 
 
 def _take_gradient(value: Any, log_probs: Any) -> None:
@@ -111,7 +113,7 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
         text = (
             str(error)
             if isinstance(error, ConfigError)
-            else f"{schedule}: it raised {named(error)} at step {step}."
+            else f"{schedule}: it raised {describe_error(error)} at step {step}."
         )
         raise ConfigError(text.replace("optimizer.", f"{key.rpartition('.')[0]}.", 1)) from None
 
@@ -147,7 +149,7 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
             ) from None
         if problem := problem_of_tool(tool):
             raise ConfigError(f"{key}={name}: {tool_name} cannot be called: {problem}.")
-    return {"packed": packed_text(key, name, module, tools), "schemas": schemas}
+    return {"packed": pack_text(key, name, module, tools), "schemas": schemas}
 
 
 def render_prompts(
@@ -197,4 +199,4 @@ def render_prompts(
         if isinstance(error, ConfigError):
             raise ConfigError(f"{template_name}{place}: {error}") from None
         line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConfigError(f"{template_name} raised {named(error)}{line}{place}.") from None
+        raise ConfigError(f"{template_name} raised {describe_error(error)}{line}{place}.") from None

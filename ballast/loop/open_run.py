@@ -35,7 +35,7 @@ from controller.run import Run
 from controller.step import on_training_roles
 from controller.step import send_weights as publish
 from controller.training_loop import Outcome, TrainingRun, end_step
-from workers.batch.metrics import Metrics, merge, prefixed, results
+from workers.batch.metrics import Metrics, add_prefix, merge, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.loss import SumLossConfig, WeightedLossConfig
 from workers.config.optimizer import StepSettings
@@ -313,7 +313,7 @@ class OpenRun:
         if isinstance(prompt, np.ndarray) or (
             isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], Mapping)
         ):
-            ids = self._renderer.checked(list(map(int, prompt)), "the prompt of `sample`")
+            ids = self._renderer.check_ids(list(map(int, prompt)), "the prompt of `sample`")
             return Prompt(uid, np.asarray(ids, np.int32), {key: self.tokenizer.decode(ids)})
         record = dict(prompt) if isinstance(prompt, Mapping) else {key: prompt}
         rules = replace(self._rules, overlong_prompts="error")
@@ -371,7 +371,7 @@ class OpenRun:
     def _take_step(self, method: Callable[[str], Any], settings: StepSettings, role: str) -> dict[str, float]:
         with on_training_roles(self._run, "update"):
             metrics: Metrics = method("optimizer_step")(settings)
-        self._run.record.add(prefixed(role, results(metrics)))
+        self._run.record.add(add_prefix(role, results(metrics)))
         if role == "policy":
             self._end_step()
         return results(metrics)
@@ -384,7 +384,7 @@ class OpenRun:
         since = self._since
         self._since = _Open()
         record = run.record
-        record.add(prefixed("policy", results(merge(since.updates))))
+        record.add(add_prefix("policy", results(merge(since.updates))))
         if since.rollouts:
             rollout = RolloutBatch.concat(since.rollouts)
             record.samples(rollout, rollout.rows, partial(self._asked, since.prompts))

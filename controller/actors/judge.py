@@ -26,7 +26,7 @@ from controller.observability.failures import place_of
 from workers.batch.score import Score
 from workers.config.judge import POLICY, JudgeConfig
 from workers.engine.requests import JUDGE_STEP, SampleRequest, SampleResult, sample_seed
-from workers.errors import BallastError, DataError, quoted
+from workers.errors import BallastError, DataError, quote
 from workers.rendering import Renderer
 
 TIE = 0.5
@@ -176,7 +176,7 @@ class Judge:
         if not failure and not lowest <= answer.reward <= highest:
             failure = f"the grade {answer.reward:g} is not from {lowest:g} to {highest:g}"
         if failure:
-            failure += f"; the answer ends with {quoted(answer.response[-LONGEST_QUOTE:])}"
+            failure += f"; the answer ends with {quote(answer.response[-LONGEST_QUOTE:])}"
             self._failures[UNPARSED].append(f"{place_of(cases[0].key)}: {failure}")
         self._counts["unparsed"] += bool(failure)
         for case in cases:

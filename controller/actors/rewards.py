@@ -14,7 +14,7 @@ from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.engines.engine_calls import cause_of
 from workers.batch.placed_images import Placed
-from workers.batch.remote_batch import stored
+from workers.batch.remote_batch import store_images
 from workers.batch.score import TOOL_PARTS, Score, add_environment, check_parts
 from workers.engine.requests import SampleResult
 from workers.errors import LostError, ResourceError, WorkerError
@@ -148,7 +148,7 @@ def _images_of(prompt: Prompt, result: SampleResult) -> Placed:
     matches = [placed_image.image for placed_image in first] == [
         placed_image.image for placed_image in prompt.images
     ]
-    return first if matches else stored(prompt.images, {})
+    return first if matches else store_images(prompt.images, {})
 
 
 class Scoring:

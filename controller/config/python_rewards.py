@@ -18,8 +18,8 @@ from controller.config.file import LARGEST_FLOAT
 from controller.config.functions import GIVEN
 from controller.config.sections import RewardConfig, RunConfig
 from controller.config.yaml_text import shown
-from workers.errors import ConfigError, named
-from workers.user_code.functions import UserFunction, pickled, signature_of
+from workers.errors import ConfigError, describe_error
+from workers.user_code.functions import UserFunction, pickle_function, signature_of
 
 RewardFunctionLike = Callable[..., Any] | str
 Reward = RewardFunctionLike | Sequence[RewardFunctionLike] | Mapping[RewardFunctionLike, float]
@@ -95,11 +95,11 @@ def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
         raise ConfigError(f"{name} has no signature that can be read. Give a Python function.") from None
     module = sys.modules.get(getattr(_inner(function), "__module__", None) or "")
     try:
-        return UserFunction(pickled(function, module), signature, _version(function))
+        return UserFunction(pickle_function(function, module), signature, _version(function))
     except Exception as error:  # objects that it holds may raise anything
         raise ConfigError(
-            f"{name} cannot be sent to other processes ({named(error)}). Create such objects inside the "
-            "function, at its first call."
+            f"{name} cannot be sent to other processes ({describe_error(error)}). "
+            "Create such objects inside the function, at its first call."
         ) from None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from controller.data.prompts import Prompt, PromptDataset
 from controller.data.records import Record
-from workers.errors import DataError, quoted
+from workers.errors import DataError, quote
 from workers.user_code.functions import IsolatedFunction, UserFunction
 
 SAMPLER_TAKES = ("records", "count", "state", "results", "rng")
@@ -33,7 +33,7 @@ def checked_numbers(order: Any, records: int, key: str) -> np.ndarray:
     """Return `order` as int64 [prompts]. Raises DataError if it is empty or has numbers outside `records`."""
     numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
-        raise DataError(f"{key}: it returned {quoted(order)}. It must return record numbers.")
+        raise DataError(f"{key}: it returned {quote(order)}. It must return record numbers.")
     outside = numbers[(numbers < 0) | (numbers >= records)]
     if len(outside):
         raise DataError(
@@ -108,7 +108,7 @@ def choose(
         or len(value[0]) != count
     ):
         raise DataError(
-            f"{sampler.key}: it returned {quoted(value)}. Return {count} record numbers, and a state."
+            f"{sampler.key}: it returned {quote(value)}. Return {count} record numbers, and a state."
         )
     numbers = checked_numbers(value[0], records, sampler.key).tolist()
     return state | {"chosen": state["chosen"] + numbers, "state": value[1], "results": []}

@@ -12,7 +12,7 @@ from typing import Any
 from controller.observability.shown_text import shown_prompt
 from workers.chat_templates import read_template
 from workers.config.judge import JudgeConfig
-from workers.errors import ConfigError, named
+from workers.errors import ConfigError, describe_error
 
 TAG = r"<(?=\s*/?\s*(?:prompt|response))"
 TEMPLATE = """\
@@ -71,7 +71,7 @@ class Questions:
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
         except Exception as error:
-            raise ConfigError(f"{key}: not a Jinja template ({named(error)}). Correct it.") from None
+            raise ConfigError(f"{key}: not a Jinja template ({describe_error(error)}). Correct it.") from None
 
     def text(self, record: Mapping[str, Any], responses: Sequence[str]) -> str:
         """Return the question about one or two responses. Raises ConfigError if the template fails on the
@@ -85,5 +85,5 @@ class Questions:
             return self._template.render(variables)
         except Exception as error:  # templates may raise anything
             raise ConfigError(
-                f"reward.judge.prompt: {named(error)}. It may read {', '.join(variables)}."
+                f"reward.judge.prompt: {describe_error(error)}. It may read {', '.join(variables)}."
             ) from None

@@ -19,7 +19,7 @@ from controller.data.data_files import check_beginning, data_files
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
-from workers.chat_messages import check_not_blank, cleaned
+from workers.chat_messages import check_not_blank, clean_prompt
 from workers.errors import DataError, clause, why_not_json
 from workers.rendering import with_images
 from workers.template_forms import without_nulls
@@ -108,7 +108,7 @@ def _checked(record: Any, place: str, prompt_key: str, image_key: str) -> Record
             ) from None
     if not prompt_key:
         return cast(Record, record)
-    prompt, images = with_images(cleaned(record[prompt_key], place), record.get(image_key), place)
+    prompt, images = with_images(clean_prompt(record[prompt_key], place), record.get(image_key), place)
     check_not_blank(prompt, place)
     if images and not image_key:
         raise DataError(

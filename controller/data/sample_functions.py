@@ -20,7 +20,7 @@ from controller.data.records import Record
 from workers.batch.dataproto import object_column, record_column
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
-from workers.errors import DataError, quoted
+from workers.errors import DataError, quote
 from workers.user_code.functions import IsolatedFunction
 
 Columns = Mapping[str, np.ndarray]
@@ -71,7 +71,7 @@ class SampleFunction:
         """Return its value for `columns` [B]. Raises ConfigError if it fails, DataError for another value."""
         value, (words, fits) = self.function(**columns), self.form
         if not fits(value, len(next(iter(columns.values())))):
-            raise DataError(f"{self.function.key}: it returned {quoted(value)}. Return {words}.")
+            raise DataError(f"{self.function.key}: it returned {quote(value)}. Return {words}.")
         return np.array(value, dtype=np.float64) if isinstance(value, list) else value
 
 

@@ -7,7 +7,7 @@ from controller.config.training import counted
 from controller.data.records import Record
 from controller.lifecycle.user_functions import Records, waiting
 from controller.observability.slow_work import Log
-from workers.errors import ConfigError, quoted
+from workers.errors import ConfigError, quote
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
@@ -49,6 +49,6 @@ def _examined(config: Config, path: str, records: Sequence[Record]) -> list[str]
         )
     if examined["texts"]:
         place = examined["texts"][0]
-        example = f"record {places[place] + 1}: {quoted(answers[place])}"
+        example = f"record {places[place] + 1}: {quote(answers[place])}"
         lines.append(f"{path}: {len(examined['texts'])} {share} are compared as texts, such as {example}")
     return lines

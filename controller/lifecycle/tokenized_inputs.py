@@ -247,7 +247,7 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     renderer = Renderer.with_template(tokenizer, config.model.chat_template, vocabulary, timeout_s)
     renderer = replace(renderer, placeholders=placeholders)
     if tokenizer.eos_token_id is not None:
-        renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
+        renderer.check_ids([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
     if loses_blanks(tokenizer):
         renderer.unread["blanks"] = (
             f"model.path={config.model.path}: its tokenizer loses blanks and line breaks. Rewards, "

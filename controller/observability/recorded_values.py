@@ -13,7 +13,7 @@ def finite(value: float) -> float | None:
 
 
 def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[dict[str, Any]]:
-    """Return `Session.told` for a record: messages as texts, cut to `longest` characters together."""
+    """Return `Session.describe_turns` for a record: messages as texts, `longest` characters in all."""
     most = max(1, longest // sum(1 + len(node["messages"]) for node in nodes))
 
     def text_of(message: Mapping[str, Any]) -> str:

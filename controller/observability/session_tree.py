@@ -1,6 +1,6 @@
 """Draw a recorded sample as a tree: who said what, what was sampled, and what it earned.
 
-    Session.told --as_recorded--> row of samples.jsonl or validation/step-N.jsonl
+    Session.describe_turns --as_recorded--> row of samples.jsonl or validation/step-N.jsonl
     row --headline, entries--> [Entry] --drawn--> terminal, or report.html
 
 A response, or an episode, is a tree of one path.

@@ -73,8 +73,8 @@ def update_throughput(
 
 
 def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np.ndarray) -> dict[str, float]:
-    """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64
-    [B].
+    """Count what agents' sessions did. sessions: each sample's `Session.describe_turns`. seconds: of each,
+    float64 [B].
 
     A request continues the turn that it extends. One that extends nothing, or a turn that has been extended,
     branches.

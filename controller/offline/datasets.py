@@ -11,7 +11,7 @@ from controller.observability.slow_work import Log, count_if_slow
 from controller.offline.tokenized import Example, Row, example_row, expanded, scored_row
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Placed, keys
-from workers.batch.remote_batch import IMAGES, RemoteBatch, stored
+from workers.batch.remote_batch import IMAGES, RemoteBatch, store_images
 from workers.errors import DataError, ImageError
 from workers.rendering import Renderer
 
@@ -154,7 +154,7 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
 
     rows = [row for item in items for row, _ in item]
     image_refs = dict[int, ray.ObjectRef]()
-    images = [stored(placed, image_refs) for item in items for _, placed in item]
+    images = [store_images(placed, image_refs) for item in items for _, placed in item]
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),
         "group_number": np.repeat(np.arange(len(items)), [len(item) for item in items]),

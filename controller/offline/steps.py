@@ -18,8 +18,8 @@ from controller.observability.step_metrics import update_throughput
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, bradley_terry, pair_loss
 from controller.primitives import learn
-from controller.training_loop import Step, TrainingRun, prefixed
-from workers.batch.metrics import results
+from controller.training_loop import Step, TrainingRun
+from workers.batch.metrics import add_prefix, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.loss import WeightedLossConfig
 
@@ -67,7 +67,7 @@ def sft_step(run: OfflineRun[SftConfig]) -> None:
     run.interrupts.hold()
     with run.record.phase("update"):
         updated = learn(run.roles.policy, batch, plan, run.config.loss)
-    run.record.add(prefixed("policy", results(updated)))
+    run.record.add(add_prefix("policy", results(updated)))
 
 
 def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
@@ -84,8 +84,8 @@ def _learn_pairs(run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, losses: P
         weighted = batch.with_columns(coefficient=losses.coefficients)
         updated = learn(run.roles.policy, weighted, plan, WeightedLossConfig())
     # The update's own loss is the weighted sum of log-probs, which has the gradient of the pairs' loss.
-    run.record.add(prefixed("policy", results(updated) | {"loss": losses.loss}))
-    run.record.add(prefixed("preferences", losses.metrics))
+    run.record.add(add_prefix("policy", results(updated) | {"loss": losses.loss}))
+    run.record.add(add_prefix("preferences", losses.metrics))
 
 
 def reward_model_step(run: OfflineRun[RewardTrainingConfig]) -> None:
@@ -98,7 +98,7 @@ def reward_model_step(run: OfflineRun[RewardTrainingConfig]) -> None:
     run.interrupts.hold()
     with run.record.phase("update"):
         updated = learn(run.roles.policy, batch, plan, run.config.loss.name)
-    return run.record.add(prefixed("policy", results(updated)))
+    return run.record.add(add_prefix("policy", results(updated)))
 
 
 STEPS: dict[type[OfflineConfig], Step] = {

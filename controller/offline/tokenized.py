@@ -22,7 +22,7 @@ import numpy as np
 from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
 from workers.batch.placed_images import Placed
-from workers.chat_messages import check_not_blank, cleaned, messages_in
+from workers.chat_messages import check_not_blank, clean_prompt, messages_in
 from workers.errors import DataError
 from workers.images.images import ImageSource
 from workers.images.placeholders import spread
@@ -179,9 +179,9 @@ def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, p
     """
     if isinstance(prompt, list):
         sides = [
-            cleaned(side[: len(prompt)], place) for side in (chosen, rejected) if len(side) > len(prompt)
+            clean_prompt(side[: len(prompt)], place) for side in (chosen, rejected) if len(side) > len(prompt)
         ]
-        return prompt if sides == [cleaned(prompt, place)] * 2 else []
+        return prompt if sides == [clean_prompt(prompt, place)] * 2 else []
     pairs = enumerate(zip(chosen, rejected, strict=False))
     common = next(
         (i for i, (one, rejected_message) in pairs if one != rejected_message),
@@ -231,7 +231,7 @@ def _messages(value: Any, place: str) -> Messages:
         )
     if not value:
         raise DataError(f"{place} has an empty list of chat messages.")
-    return list(cleaned(value, place))
+    return list(clean_prompt(value, place))
 
 
 def example_row(renderer: Renderer, example: Example, place: str, train_on: str = ALL_TURNS) -> Row:
@@ -333,11 +333,11 @@ def _chat_row(
     marked = turns and MARKS.search(str(renderer.tokenizer.chat_template))
     spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if marked and spoken == turns:
-        return _row(*renderer.marked(messages, place, **options), place)
+        return _row(*renderer.encode_marked(messages, place, **options), place)
     full_text = render(messages)
     ids, ends = renderer.ids_and_ends(full_text, place)
     if marked:
-        learned = renderer.marked(messages, place, **options)[1]
+        learned = renderer.encode_marked(messages, place, **options)[1]
         learned &= ends > _span(render, messages, turns[0], full_text, place)[0]
         for turn in spoken:
             if turn > turns[0] and turn not in turns:

@@ -37,7 +37,7 @@ from controller.rollout.samples import (
     trainable_rows,
     with_record_columns,
 )
-from workers.batch.remote_batch import RemoteBatch, stored
+from workers.batch.remote_batch import RemoteBatch, store_images
 from workers.batch.score import Score
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
@@ -354,7 +354,7 @@ def sample_requests(
 ) -> list[SampleRequest]:
     """Return `samples` requests per prompt, group by group, sharing their arrays and images."""
     image_refs: dict[int, ObjectRef] = {}
-    shared = [(prompt, _start(config, prompt), stored(prompt.images, image_refs)) for prompt in prompts]
+    shared = [(prompt, _start(config, prompt), store_images(prompt.images, image_refs)) for prompt in prompts]
     return [
         SampleRequest(
             prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start, images=images

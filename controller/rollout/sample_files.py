@@ -25,7 +25,7 @@ from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
 from workers.batch.placed_images import Image, Placed, PlacedImage, keys
-from workers.batch.remote_batch import IMAGES, RemoteBatch, fetched, places
+from workers.batch.remote_batch import IMAGES, RemoteBatch, fetch_images, places
 from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
@@ -248,7 +248,7 @@ def _row_images(result: SampleResult) -> list[Placed]:
 
 def _pack_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
     """Return the places of images as JSON by row, and each content once, by digest."""
-    image_rows = fetched(object_column(list(rows))).tolist()
+    image_rows = fetch_images(object_column(list(rows))).tolist()
     if not any(image_rows):
         return {}
     contents = {

@@ -18,7 +18,7 @@ from controller.observability.recorded_values import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.observability.step_metrics import session_metrics
 from workers.batch.dataproto import ROUTED_EXPERTS, object_column, record_column
-from workers.batch.remote_batch import IMAGES, RemoteBatch, places, stored
+from workers.batch.remote_batch import IMAGES, RemoteBatch, places, store_images
 from workers.batch.score import LONGEST_SENT, TOOL_PARTS, Score, with_texts
 from workers.engine.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.errors import RolloutError, UnfinishedError
@@ -409,9 +409,11 @@ def _images(results: Sequence[SampleResult]) -> dict[str, np.ndarray]:
     refs: dict[int, Any] = {}
     branches = []
     for result in results:
-        result_branches = [replace(branch, images=stored(branch.images, refs)) for branch in result.branches]
+        result_branches = [
+            replace(branch, images=store_images(branch.images, refs)) for branch in result.branches
+        ]
         branches.append(tuple(result_branches))
-    images = [stored(result.images, refs) for result in results]
+    images = [store_images(result.images, refs) for result in results]
     return {"branches": object_column(branches)} | ({IMAGES: object_column(images)} if any(images) else {})
 
 

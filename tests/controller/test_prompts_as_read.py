@@ -25,7 +25,7 @@ from controller.offline.tokenized import sft_examples
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
-from workers.chat_messages import cleaned
+from workers.chat_messages import clean_prompt
 from workers.errors import BallastError, ConfigError, DataError
 from workers.model.model import load_tokenizer
 from workers.rendering import Renderer
@@ -182,7 +182,7 @@ def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
 def test_a_template_gets_contents_in_the_form_that_it_shows(shows: str, content: Any) -> None:
     made = characters()
     made.chat_template = f"{{% for m in messages %}}{shows}{{% endfor %}}="
-    prompt = cleaned([{"role": "user", "content": content}], "x")
+    prompt = clean_prompt([{"role": "user", "content": content}], "x")
     assert made.decode(Renderer(made).prompt_ids(prompt, "x")) == "12="
 
 
@@ -271,7 +271,7 @@ OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "add
 
 
 def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
-    (message,) = cleaned([OLD_CALL], "x")
+    (message,) = clean_prompt([OLD_CALL], "x")
     assert message == {
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": OLD_CALL["function_call"]}],
@@ -281,9 +281,9 @@ def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
 @pytest.mark.parametrize("call", ["add", {"arguments": "{}"}, [], 7])
 def test_a_malformed_function_call_is_named(call: Any) -> None:
     with pytest.raises(DataError, match="function_call="):
-        cleaned([OLD_CALL | {"function_call": call}], "x")
+        clean_prompt([OLD_CALL | {"function_call": call}], "x")
     with pytest.raises(DataError, match="function_call="):
-        cleaned([OLD_CALL | {"tool_calls": [{"name": "add", "arguments": {}}]}], "x")
+        clean_prompt([OLD_CALL | {"tool_calls": [{"name": "add", "arguments": {}}]}], "x")
 
 
 def test_learned_calls_hold_no_arguments_that_arrow_added(workspace: Path) -> None:

@@ -22,7 +22,7 @@ from tests.workers.model.exact import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, relative_error
 from tests.workers.rollout.sessions import response
 from workers.agents.gateway import Access
-from workers.agents.session import Asked, Session
+from workers.agents.session import Session, SessionPrompt
 from workers.batch.dataproto import DataProto
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
@@ -103,7 +103,9 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
             prompt = np.concatenate([begun, rng.integers(3, 12, 2, np.int32)])
             with session.sampling() as number:
                 answer = response(rng.integers(3, 12, rng.integers(1, 5)).tolist())
-                node = session.add(Asked([], parent=parent), prompt, answer, number=number, name=str(number))
+                node = session.add(
+                    SessionPrompt([], parent=parent), prompt, answer, number=number, name=str(number)
+                )
             node.received = len(nodes) < len(TREES[place])
             nodes.append(node)
             if reward is not None:
@@ -225,7 +227,7 @@ def test_a_plan_knows_that_shared_turns_are_computed_once() -> None:
         begun = session.ids(parent) if parent else np.full(300, 5 + len(nodes), np.int32)
         prompt = np.concatenate([begun, rng.integers(3, 1_000, 40, np.int32)])
         answer = response(rng.integers(3, 1_000, 60).tolist())
-        nodes.append(session.add(Asked([], parent=parent), prompt, answer, number=len(nodes)))
+        nodes.append(session.add(SessionPrompt([], parent=parent), prompt, answer, number=len(nodes)))
         nodes[-1].received = True
     rows = session.rows()[1:]
     branches = branches_of(session.rows(), session.prompt_tokens)

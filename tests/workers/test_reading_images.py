@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import DataError
-from workers.images.images import FORMATS, ImageSource, digest_of, png_of, read_image, resized
+from workers.images.images import FORMATS, ImageSource, digest_of, png_of, read_image, resize_image
 from workers.user_code.pictures import Pictures
 
 WHERE = "data.jsonl:3"
@@ -117,7 +117,7 @@ SIDES = st.integers(1, 400)
 def test_resized_images_have_the_pixels_that_were_asked_for(
     width: int, height: int, least: int, most: int
 ) -> None:
-    found = resized(PIL.Image.new("RGB", (width, height)), least, most)
+    found = resize_image(PIL.Image.new("RGB", (width, height)), least, most)
     pixels = found.width * found.height
     assert pixels <= most
     if least <= width * height <= most:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout.stock_templates import NAMES, tokenizer
-from workers.chat_messages import cleaned
+from workers.chat_messages import clean_prompt
 from workers.episodes.template_findings import TOOL
 from workers.errors import DataError
 from workers.rendering import Renderer
@@ -28,7 +28,7 @@ def calling(arguments: Any, **keys: Any) -> list[dict[str, Any]]:
 
 def rendered(name: str, messages: list[dict[str, Any]], **options: Any) -> str:
     renderer = Renderer(tokenizer(name))
-    messages = cleaned(messages, "record 1")
+    messages = clean_prompt(messages, "record 1")
     renderer.check_shown(messages, "record 1", **options)
     return renderer.text(messages, "record 1", **options)
 
@@ -78,12 +78,12 @@ def test_nulls_of_arrow_are_dropped_from_calls() -> None:
 @pytest.mark.parametrize("prompt", [" ", "\n\t "])
 def test_a_prompt_of_white_space_is_empty(prompt: str) -> None:
     with pytest.raises(DataError, match=r"record 1 has an empty prompt"):
-        cleaned(prompt, "record 1")
+        clean_prompt(prompt, "record 1")
 
 
 def test_messages_as_json_text_are_messages() -> None:
-    assert cleaned(json.dumps([QUESTION]), "record 1") == [QUESTION]
-    assert cleaned("[1, 2] is a list", "record 1") == "[1, 2] is a list"
+    assert clean_prompt(json.dumps([QUESTION]), "record 1") == [QUESTION]
+    assert clean_prompt("[1, 2] is a list", "record 1") == "[1, 2] is a list"
 
 
 def test_keys_that_no_template_reads_are_named_once() -> None:

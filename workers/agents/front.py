@@ -25,7 +25,7 @@ from workers.agents.api_forms import error_body
 from workers.agents.processes import as_json
 from workers.engine.session_record import SessionRecord
 from workers.errors import ConfigError, EpisodeError
-from workers.http_limits import guarded
+from workers.http_limits import guard_protocols
 
 ASK_SECONDS = 20.0  # that a request waits for a session
 RETURN_SECONDS = 30.0  # that a recorded session waits for its agent, before another starts it again
@@ -48,7 +48,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Taken:
+class Takeover:
     """goes_on: whether the agent has seen answers of `record`. ended: whether it has posted its
     reward, too.
     """
@@ -123,7 +123,7 @@ class SessionFront:
         try:
             # Not a TCPSite, which has no limits on heads that do not end.
             self._listener = await asyncio.get_running_loop().create_server(
-                guarded(server), self._host, self._port, backlog=BACKLOG
+                guard_protocols(server), self._host, self._port, backlog=BACKLOG
             )
         except OSError as error:
             raise ConfigError(
@@ -138,7 +138,7 @@ class SessionFront:
 
     # --- for rollout actors and the driver
 
-    async def offer(self, name: str, task: Any, record: SessionRecord) -> Taken:
+    async def offer(self, name: str, task: Any, record: SessionRecord) -> Takeover:
         """Wait until an agent takes the session. record: what a checkpoint or an engine's snapshot has of it.
 
         Raises EpisodeError if no agent is active for rollout.agent_timeout_s.
@@ -163,7 +163,7 @@ class SessionFront:
                 )
             with suppress(TimeoutError):
                 await asyncio.wait_for(held.taken.wait(), remaining_s)
-        return Taken(held.seen(), held.goes_on, held.ended.is_set())
+        return Takeover(held.seen(), held.goes_on, held.ended.is_set())
 
     async def play(self, name: str, url: str, key: str) -> None:
         """Pass requests on to this session of a gateway until the agent ends it."""
@@ -226,10 +226,10 @@ class SessionFront:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         """Set the reward of a response, or of the session, which ends it."""
-        held = self._found(request)
+        held = self._find_session(request)
         if held.ended.is_set():  # the answer was lost
             return web.json_response({"ended": True})
-        answer = await self._passed(request, held)
+        answer = await self._relay(request, held)
         if answer.status == 200:
             body = json.loads(
                 await request.read()
@@ -242,9 +242,9 @@ class SessionFront:
         return answer
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        return await self._passed(request, self._found(request))
+        return await self._relay(request, self._find_session(request))
 
-    def _found(self, request: web.Request) -> _Held:
+    def _find_session(self, request: web.Request) -> _Held:
         """Return the session of a request, which its agent thereby takes again."""
         name = request.match_info["name"]
         self._check(request, self.key_of(name), self._key)
@@ -265,7 +265,7 @@ class SessionFront:
         if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):  # `any` would stop at the first
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
-    async def _passed(self, request: web.Request, held: _Held) -> web.StreamResponse:
+    async def _relay(self, request: web.Request, held: _Held) -> web.StreamResponse:
         """Pass a request on, and its answer back. If the engine is lost before the answer began, try the next
         one.
         """

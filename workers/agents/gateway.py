@@ -25,12 +25,12 @@ from urllib.parse import quote
 from workers.agents.api_forms import answers_in, error_body
 from workers.agents.routes import build
 from workers.agents.session import Session
-from workers.agents.session_requests import CALL, Call, Opened
+from workers.agents.session_requests import CALL, OpenSession, SessionRequest
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.session_record import Node
-from workers.errors import DataError, named
+from workers.errors import DataError, describe_error
 from workers.http_limits import uvicorn_config
 from workers.rendering import Options
 from workers.user_code.session_keys import new_session_key
@@ -100,7 +100,7 @@ class Exchange:
         """Send all events as they come. Returns False if the client has left before the last."""
         news = asyncio.Event()
         place = 0
-        disconnect = asyncio.ensure_future(_disconnected(receive))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         disconnect.add_done_callback(lambda _: news.set())
         self.readers.add(news)
         try:
@@ -120,7 +120,7 @@ class Exchange:
 
 
 @dataclass(eq=False, kw_only=True)
-class Served(Opened):
+class ServedSession(OpenSession):
     """A session at the gateway."""
 
     key: str
@@ -129,7 +129,7 @@ class Served(Opened):
     exchanges: set[Exchange] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def joined(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
+    def find_repeated(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
         """Return the exchange that a request repeats: of its key, one that a client left, or for
         a retry any.
         """
@@ -158,7 +158,7 @@ class Gateway:
         self._caches = caches or KeptCaches(rollout)
         self._images = images or ImageInputs(engine)
         self._limits = rollout.gateway
-        self._open: dict[str, Served] = {}
+        self._open: dict[str, ServedSession] = {}
         self._app: Any = None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
@@ -215,7 +215,7 @@ class Gateway:
         """
         name = quote(session.name, safe="")
         key = new_session_key()
-        self._open[name] = Served(
+        self._open[name] = ServedSession(
             session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns
         )
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
@@ -251,7 +251,7 @@ class Gateway:
         match = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
         if match is None:
             raise RefusedError(404, "there is no such route. Use the session's URL.")
-        opened = self._allowed(match[1], headers)
+        opened = self._find_session(match[1], headers)
         route = match[2] or ""
         if (scope["method"], route) not in ROUTES:
             raise RefusedError(404, f"{scope['method']} {route or '/'}: a session has no such route.")
@@ -270,7 +270,7 @@ class Gateway:
         if exchange.done and not exchange.nodes:  # a retry is another try
             opened.exchanges.discard(exchange)
 
-    def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Served:
+    def _find_session(self, name: str, headers: dict[bytes, bytes]) -> ServedSession:
         """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
         credential = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         opened = self._open.get(name)
@@ -307,14 +307,16 @@ class Gateway:
         return None
 
     def _exchange(
-        self, opened: Served, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes
+        self, opened: ServedSession, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes
     ) -> Exchange:
         """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's
         limit.
         """
         request = hashlib.blake2b(route.encode() + body).digest()
         idempotency = headers.get(b"idempotency-key", b"")
-        exchange = opened.joined(request, idempotency, headers.get(b"x-stainless-retry-count", b"0") != b"0")
+        exchange = opened.find_repeated(
+            request, idempotency, headers.get(b"x-stainless-retry-count", b"0") != b"0"
+        )
         if exchange is not None and route in SAMPLED:
             exchange.joined = exchange.joined + 1
             exchange.abandoned = False
@@ -333,13 +335,15 @@ class Gateway:
         task.add_done_callback(opened.tasks.discard)
         return exchange
 
-    async def _run(self, opened: Served, exchange: Exchange, scope: Event, route: str, body: bytes) -> None:
+    async def _run(
+        self, opened: ServedSession, exchange: Exchange, scope: Event, route: str, body: bytes
+    ) -> None:
         """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change
         it.
         """
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
-        call = Call(opened, route in SAMPLED, len(body))
+        call = SessionRequest(opened, route in SAMPLED, len(body))
         CALL.set(call)
         request_events: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -360,15 +364,17 @@ class Gateway:
         last: list[Event] = []
         try:
             await self._app(scope, receive, put)
-            last = await self._ended(opened, exchange, call, route)
+            last = await self._end_exchange(opened, exchange, call, route)
         except Exception as error:
             exchange.nodes = []  # nobody receives them
-            last = [] if exchange.events else _events(500, error_body(route, 500, named(error)))
+            last = [] if exchange.events else _events(500, error_body(route, 500, describe_error(error)))
         finally:
             call.reserved.close()
             exchange.tell(*last, done=True)
 
-    async def _ended(self, opened: Served, exchange: Exchange, call: Call, route: str) -> list[Event]:
+    async def _end_exchange(
+        self, opened: ServedSession, exchange: Exchange, call: SessionRequest, route: str
+    ) -> list[Event]:
         """Add the answer's turns to the session, and return the answer's last events."""
         if exchange.cancelled.is_set():
             return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
@@ -389,7 +395,9 @@ class Gateway:
         return exchange.held
 
 
-def _nodes(session: Session, call: Call, name: str, answers: dict[int, dict[str, Any]]) -> Iterator[Node]:
+def _nodes(
+    session: Session, call: SessionRequest, name: str, answers: dict[int, dict[str, Any]]
+) -> Iterator[Node]:
     """Add the answers to the session, in the order of their choices."""
     messages = (answers.get(index) for index in itertools.count())
     for prompt in call.prompts:
@@ -415,7 +423,7 @@ def _message(body: bytes) -> str:
     return body.decode(errors="replace")
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -45,7 +45,7 @@ class MessageForms:
         key = (message["role"], shape, bool(options.get("tools")), *others)
         if key not in self._joins:
             self._joins[key] = self._writes_parts_joined(message["role"], shape, options)
-        return message | {"content": _joined(content)} if self._joins[key] else message
+        return message | {"content": _join_texts(content)} if self._joins[key] else message
 
     def _writes_parts_joined(self, role: str, shape: tuple[bool | None, ...], options: Options) -> bool:
         texts = [f" probe {place} \n" if is_filled else "" for place, is_filled in enumerate(shape)]
@@ -59,7 +59,7 @@ class MessageForms:
                 self._renderer.text(
                     [*before, {"role": role, "content": content}, *behind], "a probe", **options
                 )
-                for content in (parts, _joined(parts))
+                for content in (parts, _join_texts(parts))
             )
         except DataError:
             return False
@@ -67,7 +67,7 @@ class MessageForms:
         return rendered == joined and all(text in rendered for text in shown)
 
 
-def _joined(content: list[dict[str, Any]]) -> Any:
+def _join_texts(content: list[dict[str, Any]]) -> Any:
     """Join neighbouring texts. Without images, to a text."""
     joined: list[dict[str, Any]] = []
     for part in content:

@@ -67,7 +67,7 @@ class AgentPool(EnvironmentPool):
 
         variables: see `session_variables`. Afterwards no process of the session is left.
         """
-        process = await self._started()
+        process = await self._take_process()
         self._running[process] = ""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())

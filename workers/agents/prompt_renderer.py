@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from workers.agents.message_forms import MessageForms
-from workers.agents.session import Asked, Session
-from workers.agents.session_requests import WHERE, Found, Opened
-from workers.chat_messages import cleaned
+from workers.agents.session import Session, SessionPrompt
+from workers.agents.session_requests import WHERE, OpenSession, RenderedPrompt
+from workers.chat_messages import clean_prompt
 from workers.chat_templates import variables_of
-from workers.engine.requests import STOP, Response, joined, not_sampled
+from workers.engine.requests import STOP, Response, join_responses, not_sampled
 from workers.engine.session_record import Node
 from workers.environment import Turn
 from workers.episodes.conversation import Conversation
@@ -52,7 +52,7 @@ class PromptRenderer:
         """Return a chat's messages, cleaned, with data: URLs in their images' parts. Raises DataError."""
         if not raw_messages:
             raise DataError("the request has no messages.")
-        messages: Messages = cleaned([chat_message(message) for message in raw_messages], WHERE)
+        messages: Messages = clean_prompt([chat_message(message) for message in raw_messages], WHERE)
         urls = [part.get("image") for part in image_parts(messages)]
         if not all(isinstance(url, str) and url.startswith("data:") for url in urls):
             raise DataError(
@@ -63,7 +63,7 @@ class PromptRenderer:
             raise DataError("the request has images, which the model does not read. Send text alone.")
         return messages
 
-    def read(self, opened: Opened, messages: Messages, options: Options) -> Found:
+    def read(self, opened: OpenSession, messages: Messages, options: Options) -> RenderedPrompt:
         """Read a chat. Raises DataError if the template cannot render it."""
         images = [opened.image(part["image"]) for part in image_parts(messages)]
         messages = with_image_parts(messages, [IMAGE_PART | {"image": image} for image in images])
@@ -76,10 +76,12 @@ class PromptRenderer:
         if session_request.parent is not None:
             try:
                 following = self._following(session_request, session_request.parent, messages, options)
-                return session_request, joined([opened.session.whole(session_request.parent), following])
+                return session_request, join_responses(
+                    [opened.session.whole(session_request.parent), following]
+                )
             except EpisodeError:  # such as two turns of the assistant in sequence
                 session_request = replace(session_request, parent=None, covered=0)
-        prompt = Conversation(self._renderer, [], options).opened(opened.session.whole(None), messages)
+        prompt = Conversation(self._renderer, [], options).open(opened.session.whole(None), messages)
         self._name_unread()
         return session_request, prompt
 
@@ -89,7 +91,7 @@ class PromptRenderer:
             logging.getLogger(__name__).warning("Agents' requests: %s", self._renderer.unread[key])
 
     def _following(
-        self, session_request: Asked, parent: Node, messages: Messages, options: Options
+        self, session_request: SessionPrompt, parent: Node, messages: Messages, options: Options
     ) -> Response:
         """Return the new messages, rendered behind stand-ins for turns."""
         earlier_messages = messages[: session_request.covered]
@@ -101,9 +103,9 @@ class PromptRenderer:
             parent.response if ended else replace(parent.response, stop_string=True)
         )  # no end token of its own
         conversation = Conversation(self._renderer, opening, options)
-        return conversation.observed(turn, Turn("", tool_calls=calls), messages[session_request.covered :])[0]
+        return conversation.observe(turn, Turn("", tool_calls=calls), messages[session_request.covered :])[0]
 
-    def read_text(self, session: Session, prompt: Any) -> Found:
+    def read_text(self, session: Session, prompt: Any) -> RenderedPrompt:
         """Read a prompt of a completion, a text or ids."""
         if not isinstance(prompt, str):
             ids = np.asarray(prompt, np.int32)
@@ -114,7 +116,7 @@ class PromptRenderer:
             return session_request, not_sampled(self._renderer.prompt_ids(prompt, WHERE))
         history = session.whole(session_request.parent)
         rest = self._renderer.ids_behind(session_request.text or "", int(history.ids[-1]), WHERE)
-        return session_request, joined([history, not_sampled(np.asarray(rest, np.int32))])
+        return session_request, join_responses([history, not_sampled(np.asarray(rest, np.int32))])
 
     def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
         """Return the session's options, with the client's tools and variables that the template reads."""

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from workers.agents.session_requests import CALL, Call, Prompt
+from workers.agents.session_requests import CALL, Prompt, SessionRequest
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.requests import STOP, Response, turn_seed
@@ -123,7 +123,7 @@ class _Collected:
         return as_response(SimpleNamespace(outputs=[full_completion], **counts))
 
 
-def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
+def _parameters(call: SessionRequest, prompt: Prompt, wanted: Any) -> Any:
     """Return the run's sampling parameters, with the client's limit, stop texts and form of the answer."""
     from vllm.sampling_params import RequestOutputKind
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.recording_client import TAIL, RecordingClient
-from workers.agents.session_requests import CALL, LARGE, Call
+from workers.agents.session_requests import CALL, LARGE, SessionRequest
 from workers.config.roles import ModelConfig, RolloutConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
@@ -70,7 +70,7 @@ def _strict(tool: Any) -> bool:
     return bool(getattr(getattr(tool, "function", tool), "strict", False))
 
 
-def _check_request(request: Any, call: Call, longest: int) -> None:
+def _check_request(request: Any, call: SessionRequest, longest: int) -> None:
     """Refuse what a session cannot have, and take out what only looks like it. longest: in tokens."""
     from vllm.exceptions import VLLMValidationError
 
@@ -118,7 +118,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                 messages = prompts.messages(messages)
                 images = sum(len(part["image"]) for part in image_parts(messages))
                 _check_size(call.size - images, self.model_config.max_model_len)
-                session_request, prompt = await call.rendered(
+                session_request, prompt = await call.render(
                     partial(prompts.read, call.opened, messages, options), images > 0
                 )
                 call.take(session_request, prompt, getattr(request, "n", None) or 1)
@@ -152,7 +152,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             }
             for prompt in [prompt_input] if one else prompt_input:
                 try:
-                    session_request, prompt_tokens = await call.rendered(
+                    session_request, prompt_tokens = await call.render(
                         partial(prompts.read_text, call.opened.session, prompt)
                     )
                     check_prompt(prompt_tokens.ids, **limits)

@@ -1,6 +1,7 @@
 """Session: a sample that an agent plays through the gateway, as a tree of sampled turns. No HTTP, no vLLM.
 
-    request --find--> Asked: the recorded turn that it extends, and what is new --prompt ids--> add --> Node
+    request --find--> SessionPrompt: the recorded turn that it extends, and the rest
+    SessionPrompt --prompt ids--> add --> Node
 
     system, user | turn 1 | tool | turn 2                   row 1
                           | compacted | turn 3              row 2: turn 1 is its context
@@ -27,17 +28,17 @@ import numpy as np
 
 from workers.batch.placed_images import Placed, keys
 from workers.batch.score import is_finite
-from workers.engine.requests import Response, joined, not_sampled
+from workers.engine.requests import Response, join_responses, not_sampled
 from workers.engine.session_record import Node, SessionRecord
 from workers.episodes.episode import SampledTurns
-from workers.errors import DataError, EpisodeError, quoted
+from workers.errors import DataError, EpisodeError, quote
 from workers.rendering import Messages
 
 S = TypeVar("S", str, bytes)
 
 
 @dataclass(frozen=True)
-class Asked:
+class SessionPrompt:
     """A request. covered: messages up to and with the answer of `parent`. base: digest of all of them.
 
     text: of a completion, what follows `parent`.
@@ -92,7 +93,9 @@ class Session(SampledTurns):
         """Return all tokens up to the answer's last, with their images, as they are read. None is before the
         first.
         """
-        return joined([not_sampled(np.empty(0, np.int32)), *(p for n in self.path(node) for p in n.parts)])
+        return join_responses(
+            [not_sampled(np.empty(0, np.int32)), *(p for n in self.path(node) for p in n.parts)]
+        )
 
     def ids(self, node: Node) -> np.ndarray:
         """Return the ids of `whole`, int32."""
@@ -100,7 +103,7 @@ class Session(SampledTurns):
 
     # --- requests
 
-    def find(self, messages: Messages, tools: Any = None) -> Asked:
+    def find(self, messages: Messages, tools: Any = None) -> SessionPrompt:
         """Find the longest recorded path that a chat extends. tools: with all else that changes its
         rendering.
         """
@@ -126,18 +129,20 @@ class Session(SampledTurns):
                 nodes = self._paths[answer_key]
                 covered = place
                 state = nodes[-1].keys[0]
-        return Asked(messages, covered, self._newest(nodes), state)
+        return SessionPrompt(messages, covered, self._newest(nodes), state)
 
-    def find_text(self, prompt: str) -> Asked:
+    def find_text(self, prompt: str) -> SessionPrompt:
         """Find the longest recorded text with which the prompt of a completion begins."""
         parent, rest = self._follow(
             prompt, lambda node: None if node.asked is None else node.asked + node.text
         )
-        return Asked([], parent=parent, text=rest)
+        return SessionPrompt([], parent=parent, text=rest)
 
-    def find_ids(self, prompt_ids: np.ndarray) -> Asked:
+    def find_ids(self, prompt_ids: np.ndarray) -> SessionPrompt:
         """Find the longest recorded path with which a prompt of ids, int32, begins."""
-        return Asked([], parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0])
+        return SessionPrompt(
+            [], parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0]
+        )
 
     def _follow(self, prompt: S, addition: Callable[[Node], S | None]) -> tuple[Node | None, S]:
         """Return the deepest node whose path begins the prompt, and the rest. addition: what a node adds to
@@ -180,7 +185,7 @@ class Session(SampledTurns):
 
     def add(
         self,
-        request: Asked,
+        request: SessionPrompt,
         prompt_ids: np.ndarray,
         response: Response,
         *,
@@ -203,9 +208,11 @@ class Session(SampledTurns):
         self._join(node, request, prompt_ids, images)
         return node
 
-    def recorded(self, request: Asked, prompt_ids: np.ndarray, images: Placed = ()) -> Node | None:
+    def claim_recorded(
+        self, request: SessionPrompt, prompt_ids: np.ndarray, images: Placed = ()
+    ) -> Node | None:
         """Claim the record's answer to a prompt of these ids and images, which then needs no sampling."""
-        parent, addition = self._given(request, prompt_ids, images)
+        parent, addition = self._split_prompt(request, prompt_ids, images)
         read = keys(addition.ids, addition.images)
         same = (candidate for candidate in self._unclaimed.values() if candidate.parent == parent)
         node = next(
@@ -236,7 +243,9 @@ class Session(SampledTurns):
             if node not in self._paths.setdefault(key, []):
                 self._paths[key].append(node)
 
-    def _given(self, request: Asked, prompt_ids: np.ndarray, images: Placed) -> tuple[int, Response]:
+    def _split_prompt(
+        self, request: SessionPrompt, prompt_ids: np.ndarray, images: Placed
+    ) -> tuple[int, Response]:
         """Return the number of the parent, and what the prompt adds to its tokens."""
         prefix = self.whole(request.parent)
         start = len(prefix.ids)
@@ -245,8 +254,8 @@ class Session(SampledTurns):
         new = tuple(replace(image, first=image.first - start) for image in images if image.first >= start)
         return request.parent.number if request.parent else -1, not_sampled(prompt_ids[start:], images=new)
 
-    def _join(self, node: Node, request: Asked, prompt_ids: np.ndarray, images: Placed) -> None:
-        node.parent, addition = self._given(request, prompt_ids, images)
+    def _join(self, node: Node, request: SessionPrompt, prompt_ids: np.ndarray, images: Placed) -> None:
+        node.parent, addition = self._split_prompt(request, prompt_ids, images)
         node.given = addition.ids
         node.images = addition.images
         node.messages = request.messages[request.covered :]
@@ -294,7 +303,9 @@ class Session(SampledTurns):
         seen = set[Node]()
         for leaf in self.leaves:
             path = self.path(leaf)
-            paths.append([part for n in path for part in ([joined(n.parts)] if n in seen else n.parts)])
+            paths.append(
+                [part for n in path for part in ([join_responses(n.parts)] if n in seen else n.parts)]
+            )
             seen.update(path)
         return paths if len(paths) == 1 else [self._said, *paths]
 
@@ -311,10 +322,10 @@ class Session(SampledTurns):
         values.
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
-            raise DataError(f"reward={quoted(value)}: expected a finite float32 number.")
+            raise DataError(f"reward={quote(value)}: expected a finite float32 number.")
         if response_id and not any(response_id in node.names for node in self._by_number.values()):
             raise DataError(
-                f"response_id={quoted(response_id)}: not a response of this session. Use an answer's id."
+                f"response_id={quote(response_id)}: not a response of this session. Use an answer's id."
             )
         self._rewards[response_id] = float(value)
 
@@ -368,7 +379,7 @@ class Session(SampledTurns):
         """Return these turns, or all known ones."""
         return SessionRecord(tuple(map(replace, nodes or self._by_number.values())), dict(self._rewards))
 
-    def told(self) -> list[dict[str, Any]]:
+    def describe_turns(self) -> list[dict[str, Any]]:
         """Return the turns for the run's files, as JSON, in order of completion, and then those that nobody
         reached.
 
@@ -376,12 +387,12 @@ class Session(SampledTurns):
         """
         places = {node: place for place, node in enumerate(self._below())}
         return [
-            _told(node, self._override(node), places.get(node))
+            _describe_turn(node, self._override(node), places.get(node))
             for node in (*self.nodes, *self._unclaimed.values())
         ]
 
 
-def _told(node: Node, reward: float | None, turn: int | None) -> dict[str, Any]:
+def _describe_turn(node: Node, reward: float | None, turn: int | None) -> dict[str, Any]:
     response = node.response
     sampled = node.response.versions >= 0
     versions = response.versions[sampled]
@@ -419,7 +430,7 @@ def _exact(message: Mapping[str, Any]) -> str:
     calls = [(call.get("id"), call.get("function", call)) for call in message.get("tool_calls") or ()]
     texts = [[name, function.get("name"), function.get("arguments")] for name, function in calls]
     others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return _sorted(others) + json.dumps(texts, default=str)
+    return _dump_sorted(others) + json.dumps(texts, default=str)
 
 
 def _text(content: Any) -> str:
@@ -427,7 +438,8 @@ def _text(content: Any) -> str:
         return "".join(content.split())
     parts = content or () if not isinstance(content, Mapping) else (content,)
     return "".join(
-        _text(part) if isinstance(part, str) else _text(part.get("text")) or _sorted(part) for part in parts
+        _text(part) if isinstance(part, str) else _text(part.get("text")) or _dump_sorted(part)
+        for part in parts
     )
 
 
@@ -436,10 +448,10 @@ def _call(call: Mapping[str, Any]) -> list[str]:
     arguments: Any = function.get("arguments")
     with suppress(ValueError, TypeError, RecursionError):
         arguments = json.loads(arguments)
-    return [str(function.get("name")), _sorted(arguments)]
+    return [str(function.get("name")), _dump_sorted(arguments)]
 
 
-def _sorted(value: Any) -> str:
+def _dump_sorted(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 

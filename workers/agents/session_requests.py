@@ -10,19 +10,19 @@ from itertools import takewhile
 
 import numpy as np
 
-from workers.agents.session import Asked, Session
+from workers.agents.session import Session, SessionPrompt
 from workers.batch.placed_images import Image, Placed
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import Response
 from workers.engine.session_record import Node
-from workers.images.images import decoded
+from workers.images.images import decode_image
 from workers.rendering import Options
 
-CALL: ContextVar["Call"] = ContextVar("call")
+CALL: ContextVar["SessionRequest"] = ContextVar("call")
 LARGE = 2**16  # bytes of a request that is rendered beside others
 WHERE = "the request"
 IMAGES_KEPT = 64  # decoded ones of a session: clients send those of all turns again
-Found = tuple[Asked, Response]
+RenderedPrompt = tuple[SessionPrompt, Response]
 """What a request extends, and its whole prompt."""
 
 
@@ -34,7 +34,7 @@ class Prompt:
     turns: the sampled ones and their texts, by choice.
     """
 
-    asked: Asked
+    asked: SessionPrompt
     ids: np.ndarray
     images: Placed
     numbers: list[int]
@@ -43,9 +43,9 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class Opened:
-    """A session, as it is asked. image_pixels: see `workers.images.images.resized`. images: decoded ones, by
-    their URLs' hashes. engine_names: of its requests, as vLLM calls them.
+class OpenSession:
+    """A session, as it is asked. image_pixels: see `workers.images.images.resize_image`. images:
+    decoded ones, by their URLs' hashes. engine_names: of its requests, as vLLM calls them.
     """
 
     session: Session
@@ -63,17 +63,17 @@ class Opened:
         if (image := self.images.get(key)) is None:
             if len(self.images) >= IMAGES_KEPT:
                 self.images.clear()
-            image = self.images[key] = decoded(url, WHERE, self.image_pixels)
+            image = self.images[key] = decode_image(url, WHERE, self.image_pixels)
         return image
 
 
 @dataclass
-class Call:
+class SessionRequest:
     """A request of a session. samples: whether it asks for answers, not for a count of tokens. size: in
     bytes.
     """
 
-    opened: Opened
+    opened: OpenSession
     samples: bool
     size: int
     reserved: ExitStack = field(default_factory=ExitStack)
@@ -85,16 +85,17 @@ class Call:
         """Whether the engine has given all answers."""
         return bool(self.prompts) and all(len(prompt.turns) == len(prompt.numbers) for prompt in self.prompts)
 
-    async def rendered(self, render: Callable[[], Found], has_images: bool = False) -> Found:
+    async def render(self, render: Callable[[], RenderedPrompt], has_images: bool = False) -> RenderedPrompt:
         """Render a prompt, for a large request or images in a thread."""
         return await asyncio.to_thread(render) if has_images or self.size > LARGE else render()
 
-    def take(self, session_request: Asked, prompt: Response, choices: int) -> None:
+    def take(self, session_request: SessionPrompt, prompt: Response, choices: int) -> None:
         """Add a prompt, and reserve its turns. Raises EpisodeError if the session has none left."""
         if not self.samples:
             return
         nodes = (
-            self.opened.session.recorded(session_request, prompt.ids, prompt.images) for _ in range(choices)
+            self.opened.session.claim_recorded(session_request, prompt.ids, prompt.images)
+            for _ in range(choices)
         )
         replayed = [node for node in takewhile(bool, nodes) if node]
         rest = range(choices - len(replayed))

@@ -19,13 +19,13 @@ from workers.user_code.task_sources import TASK, name_and_options
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    _, tasks = _made(text, str(Path.cwd()))
+    _, tasks = _make_environment(text, str(Path.cwd()))
     if not tasks.bounded:
         raise ConfigError("it has tasks without end. Add select.limit=1000, or another number.")
     return [_record(task.data) for task in tasks]
 
 
-def _made(text: str, folder: str) -> tuple[vf.Env, vf.Taskset]:
+def _make_environment(text: str, folder: str) -> tuple[vf.Env, vf.Taskset]:
     """Make an environment and the chosen tasks. Options are those of `vf-eval`, without `--env.`.
 
     folder: in which modules are found too, as by `python -m`.
@@ -53,7 +53,7 @@ def _record(data: vf.TaskData) -> dict[str, Any]:
     return {"prompt": system + messages, TASK: data.model_dump(mode="json", exclude_none=True)}
 
 
-def packed_agent(text: str) -> str:
+def pack_agent(text: str) -> str:
     """Return the agent of an environment, pickled, in base 64."""
     return base64.b64encode(cloudpickle.dumps(Agent(text, str(Path.cwd())))).decode()
 
@@ -63,7 +63,7 @@ class Agent:
 
     def __init__(self, text: str, folder: str) -> None:
         self._given = text, folder
-        self._environment, _ = _made(text, folder)
+        self._environment, _ = _make_environment(text, folder)
 
     def __reduce__(self) -> tuple[type["Agent"], tuple[str, str]]:
         return Agent, self._given

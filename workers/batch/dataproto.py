@@ -104,7 +104,7 @@ class DataProto:
         }
         return DataProto(
             torch.from_numpy(self.lengths),
-            _typed({name: torch.from_numpy(values) for name, values in self.tokens.items()}),
+            _cast_known({name: torch.from_numpy(values) for name, values in self.tokens.items()}),
             {name: torch.from_numpy(np.array(values)) for name, values in numbers.items()},
             self.objects | object_columns,
             self.meta,
@@ -206,15 +206,15 @@ class DataProto:
     def slice(self, start: int, stop: int) -> "DataProto":
         first = self.offsets[start]
         last = self.offsets[stop]
-        return self._taken(slice(start, stop), slice(first, last))
+        return self._take(slice(start, stop), slice(first, last))
 
     def select_idxs(self, indices: Sequence[int] | np.ndarray) -> "DataProto":
         """Copy the sequences with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
         tokens = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
-        return self._taken(rows, np.concatenate([np.empty(0, np.int64), *tokens]))
+        return self._take(rows, np.concatenate([np.empty(0, np.int64), *tokens]))
 
-    def _taken(self, rows: Any, tokens: Any) -> "DataProto":
+    def _take(self, rows: Any, tokens: Any) -> "DataProto":
         return DataProto(
             self.lengths[rows],
             {name: values[tokens] for name, values in self.tokens.items()},
@@ -265,7 +265,7 @@ def _check_sizes(columns: Mapping[str, Array], size: int, unit: str) -> None:
             raise DataError(f"column {name!r} holds {len(values)} values for {size} {unit}")
 
 
-def _typed(tokens: dict[str, Array]) -> dict[str, Array]:
+def _cast_known(tokens: dict[str, Array]) -> dict[str, Array]:
     import torch  # the engine refuses fractions, which stay here
 
     types = {"input_ids": torch.int64, "loss_mask": torch.bool}

@@ -52,7 +52,7 @@ class Metric:
             return self.value
         return self.value / self.weight if self.weight else math.nan
 
-    def merged_with(self, other: "Metric") -> "Metric":
+    def merge_with(self, other: "Metric") -> "Metric":
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
         if self.count != other.count:
@@ -73,7 +73,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     joined: Metrics = {}
     for part in parts:
         for name, metric in part.items():
-            joined[name] = joined[name].merged_with(metric) if name in joined else metric
+            joined[name] = joined[name].merge_with(metric) if name in joined else metric
     return joined
 
 
@@ -90,5 +90,5 @@ another expert.
 """
 
 
-def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
+def add_prefix(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{role}/{name}": value for name, value in metrics.items()}

@@ -28,7 +28,7 @@ images lack it.
 """
 
 
-def stored(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
+def store_images(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
     """Put images into the object store, each content once. refs: references by digest, extended."""
     import ray
 
@@ -42,7 +42,7 @@ def stored(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) -> tuple
     return tuple(replace(placed_image, image=put(placed_image.image)) for placed_image in images)
 
 
-def fetched(column: np.ndarray) -> np.ndarray:
+def fetch_images(column: np.ndarray) -> np.ndarray:
     """Return a column of images with their PNG bytes, each content fetched once."""
     import ray
 
@@ -186,7 +186,7 @@ class RemoteBatch:
             name: np.concatenate(token_rows) if token_rows else empty[name]
             for name, token_rows in rows.items()
         }
-        images = {IMAGES: fetched(self.columns[IMAGES])} if IMAGES in self.columns else {}
+        images = {IMAGES: fetch_images(self.columns[IMAGES])} if IMAGES in self.columns else {}
         return DataProto(lengths[first], tokens, self.columns | images, meta=self.meta).as_tensors()
 
 

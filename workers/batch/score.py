@@ -1,6 +1,6 @@
 """Score: the reward of one sample and its other numbers.
 
-values of each function --as_score--> Score of each --weighted--> Score of the sample
+values of each function --as_score--> Score of each --weigh_scores--> Score of the sample
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workers.errors import DataError, quoted
+from workers.errors import DataError, quote
 
 LARGEST = 3.4e38  # the largest float32
 OWN_PARTS = {"environment", "agent", "judge", "model", "overlong_penalty", "shaping"}
@@ -28,8 +28,8 @@ class Score:
     answer: equal ones vote together in validation. failure: why there is no score, with a reward of 0. turns:
     of an episode, the texts after the record's prompt, as {"policy": text}, {"environment": text} or
     {"inserted": text}. credit: of each turn of an episode (sampled tokens, reward, hash of what the
-    environment said before it). session: of an agent, `Session.told`. judgement: the judge's last answer.
-    scored: when it was known, in seconds since 1970, or 0.
+    environment said before it). session: of an agent, `Session.describe_turns`. judgement: the judge's last
+    answer. scored: when it was known, in seconds since 1970, or 0.
     """
 
     reward: float
@@ -102,13 +102,13 @@ def as_score(value: Any, response: str, *, source: str = "the reward function") 
     """
     parts = _with_our_names(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
-        raise DataError(f"{source} returned a mapping without 'reward': {quoted(list(parts))}.")
+        raise DataError(f"{source} returned a mapping without 'reward': {quote(list(parts))}.")
     answer = parts.pop("answer", None)
     numbers = {str(name): _number(part) for name, part in parts.items()}
     bad = [name for name, number in numbers.items() if not is_finite(number)]
     if bad:
-        description = f"it returned {quoted(value)} for {quoted(response)}"
-        place = f", where {_said(value, bad[0])}" if isinstance(value, Mapping) else ""
+        description = f"it returned {quote(value)} for {quote(response)}"
+        place = f", where {_describe_part(value, bad[0])}" if isinstance(value, Mapping) else ""
         raise DataError(f"{source} must return finite float32 numbers, {description}{place}.")
     return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
 
@@ -121,9 +121,9 @@ def _with_our_names(value: Mapping[Any, Any]) -> dict[Any, Any]:
     return {names.get(name, name): part for name, part in value.items()}
 
 
-def _said(value: Mapping[Any, Any], name: str) -> str:
+def _describe_part(value: Mapping[Any, Any], name: str) -> str:
     name = "score" if name == "reward" and "reward" not in value else name
-    return f"{name!r} is {quoted(value.get(name))}"
+    return f"{name!r} is {quote(value.get(name))}"
 
 
 def _number(part: Any) -> float:
@@ -167,7 +167,7 @@ def with_texts(score: Score, response: str = "", turns: tuple[dict[str, str], ..
     return replace(score, response=response, turns=full_turns)
 
 
-def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
+def weigh_scores(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
     """Return the weighted sum of rewards, the parts under functions' names if several, and the
     first answer.
     """

@@ -368,7 +368,7 @@ def check_constant_length(section: str, aggregation: str, constant_length: int) 
         )
 
 
-def undecorated(function: str) -> ConfigError:
+def undecorated_error(function: str) -> ConfigError:
     """Return the error about a custom loss, `module:function`, that is not registered by `policy_loss`."""
     return ConfigError(
         f"algorithm.loss.function={function!r} does not state its normaliser. Decorate it with "

@@ -64,7 +64,7 @@ class SamplingConfig:
         "`structural_tag`.",
     )
 
-    def _changed(self, *names: str) -> list[str]:
+    def _list_changed(self, *names: str) -> list[str]:
         defaults = type(self)()
         values = ((name, getattr(self, name)) for name in names)
         return [f"{name}={value}" for name, value in values if value != getattr(defaults, name)]
@@ -72,13 +72,15 @@ class SamplingConfig:
     @property
     def cuts(self) -> list[str]:
         """Settings that exclude unlikely tokens from sampling, such as `top_k=20`."""
-        return self._changed("top_p", "top_k", "min_p")
+        return self._list_changed("top_p", "top_k", "min_p")
 
     @property
     def changes(self) -> list[str]:
         """Settings with which likely tokens have other probabilities than the policy gives them."""
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        return self._changed("min_new_tokens", *penalties, "logit_bias", "bad_words", "structured_outputs")
+        return self._list_changed(
+            "min_new_tokens", *penalties, "logit_bias", "bad_words", "structured_outputs"
+        )
 
     @property
     def log_probs_are_whole(self) -> bool:
@@ -89,7 +91,7 @@ class SamplingConfig:
     @property
     def undivided(self) -> list[str]:
         """Settings that read the whole response, which must be sampled in one request."""
-        return self._changed("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
+        return self._list_changed("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
 
     @property
     def may_continue(self) -> bool:

@@ -35,7 +35,7 @@ class EpisodeStart:
 
     options: with which the prompt was rendered, see `workers.rendering.Options`. image_key: column that an
     environment or agent gets the prompt's images in, or empty. prompt_key: the prompt's column. image_pixels:
-    of images that it sends, see `workers.images.images.resized`.
+    of images that it sends, see `workers.images.images.resize_image`.
     """
 
     record: dict[str, Any]
@@ -96,7 +96,7 @@ def not_sampled(
     return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32), images=images)
 
 
-def joined(parts: Sequence[Response]) -> Response:
+def join_responses(parts: Sequence[Response]) -> Response:
     """Join tokens between turns."""
     return not_sampled(np.concatenate([part.ids for part in parts]), images=images_of(parts))
 

@@ -2,7 +2,7 @@
 encoded.
 
     turn ids --turn--> Turn for Environment.step
-    text of an observation --observed--> the ids that follow the turn, and the next prompt if it is another
+    text of an observation --observe--> the ids that follow the turn, and the next prompt if it is another
 
 With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the
 end of the stand-in is new:
@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from workers.batch.placed_images import Image
-from workers.chat_messages import cleaned
-from workers.engine.requests import Response, joined, not_sampled
+from workers.chat_messages import clean_prompt
+from workers.engine.requests import Response, join_responses, not_sampled
 from workers.environment import Text, Turn
 from workers.episodes.history import History
 from workers.episodes.parsing import TurnParser
 from workers.errors import ConfigError, DataError, EpisodeError
-from workers.images.images import decoded
+from workers.images.images import decode_image
 from workers.rendering import Messages, Options, Renderer, with_images
 
 WHERE = "the conversation"
@@ -77,8 +77,8 @@ class Conversation:
     def cut_tokens(self) -> int:
         return self._history.cut_tokens if self._history else 0
 
-    def opened(self, prompt: Response, opening: Text) -> Response:
-        """The prompt, extended by the environment's opening. Raises EpisodeError as `observed` does."""
+    def open(self, prompt: Response, opening: Text) -> Response:
+        """The prompt, extended by the environment's opening. Raises EpisodeError as `observe` does."""
         if self._messages is None:
             return self._encode([prompt, _text_only(opening)]) if opening else prompt
         if opening:
@@ -102,9 +102,7 @@ class Conversation:
             self.transcript.append(turn.message())
         return turn
 
-    def observed(
-        self, turn: Response, turn_text: Turn, observation: Text
-    ) -> tuple[Response, Response | None]:
+    def observe(self, turn: Response, turn_text: Turn, observation: Text) -> tuple[Response, Response | None]:
         """Return the tokens of an observation after a turn, and the next prompt if it changes what came
         before.
 
@@ -119,10 +117,10 @@ class Conversation:
         self.transcript += following
         earlier_messages = self._messages
         end = "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
-        served = self._served(turn_text.message(), turn.ids, following)
+        served = self._next_prompt(turn_text.message(), turn.ids, following)
         if served is not None and served[1] is None:
             return self._encode([served[0]], images, last=last), None
-        messages, text = continued(
+        messages, text = continue_messages(
             self._render, earlier_messages, following, end, calls=len(turn_text.tool_calls)
         )
         if served is None:
@@ -130,7 +128,7 @@ class Conversation:
         branch = None if served is None or served[1] is None else self._encode(served[1], self._images)
         return self._encode([text], images, last=last), branch
 
-    def _served(
+    def _next_prompt(
         self, message: dict[str, Any], ids: np.ndarray, following: Messages
     ) -> tuple[str, list[str | Response] | None] | None:
         """Return `History.next_prompt` after a turn, or None if the conversation is continued as
@@ -156,7 +154,8 @@ class Conversation:
         try:
             messages, values = with_images(_as_messages(observation), None, WHERE)
             images = [
-                value if isinstance(value, Image) else decoded(value, WHERE, self._pixels) for value in values
+                value if isinstance(value, Image) else decode_image(value, WHERE, self._pixels)
+                for value in values
             ]
         except DataError as error:
             raise EpisodeError(str(error)) from None
@@ -185,7 +184,7 @@ class Conversation:
                 f"the chat template shows {len(images) - len(rest_images)} of {len(images)} images"
             )
         self._last = last
-        return joined(responses)
+        return join_responses(responses)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         return self._renderer.text(
@@ -193,7 +192,7 @@ class Conversation:
         )
 
 
-def continued(
+def continue_messages(
     render: Callable[..., str], messages: Messages, observation: Messages, end: str, calls: int = 0
 ) -> tuple[Messages, str]:
     """Return the messages with a stand-in for a turn and `observation`, and the text that follows the turn's
@@ -278,7 +277,7 @@ def check_template(
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:
         response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32))
-        conversation.observed(response, conversation.turn(turn, finished=True), answer)
+        conversation.observe(response, conversation.turn(turn, finished=True), answer)
     except EpisodeError as failure:
         raise ConfigError(f"{key}: model.path={model}: {failure}.") from None
 
@@ -305,4 +304,4 @@ def _answers(observation: Messages, calls: Sequence[dict[str, Any]]) -> Messages
 
 def _as_messages(observation: Text) -> Messages:
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    return list(cleaned(messages, "the environment's answer"))
+    return list(clean_prompt(messages, "the environment's answer"))

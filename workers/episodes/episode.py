@@ -103,7 +103,7 @@ class Episode(SampledTurns):
     @property
     def ids(self) -> np.ndarray:
         """All tokens of the current row, int32: the prompt of the next turn."""
-        return _joined(self._rows[-1])
+        return _join(self._rows[-1])
 
     @property
     def images(self) -> tuple[PlacedImage, ...]:
@@ -161,7 +161,7 @@ class Episode(SampledTurns):
         return self._rows if len(self._rows) == 1 else [self._said, *self._rows]
 
 
-def _joined(parts: Sequence[Response]) -> np.ndarray:
+def _join(parts: Sequence[Response]) -> np.ndarray:
     return np.concatenate([part.ids for part in parts])
 
 
@@ -169,7 +169,7 @@ def row_of(parts: Sequence[Response]) -> dict[str, np.ndarray]:
     """Return a row, see `Episode.rows`. parts: what it holds, in order."""
     versions = np.concatenate([part.versions for part in parts])
     row = {
-        "input_ids": _joined(parts),
+        "input_ids": _join(parts),
         "loss_mask": versions >= 0,
         "rollout_log_probs": np.concatenate([part.log_probs for part in parts]),
         "weight_versions": versions,
@@ -197,7 +197,7 @@ async def play(
     try:
         async with environments as environment:
             opening = await environment.reset(record)
-            prompt = conversation.opened(episode.prompt, opening)
+            prompt = conversation.open(episode.prompt, opening)
             if not episode.open(prompt):
                 raise EpisodeError(
                     f"reset made a prompt of {len(prompt.ids)} tokens, which leaves no room for a turn. "
@@ -213,7 +213,7 @@ async def play(
                 score = _with(score, observation, (turn.sampled_tokens, observation.reward, state))
                 if reason := episode.end(done=observation.done):
                     return reason, score
-                observed, branch = conversation.observed(turn, message, observation.text)
+                observed, branch = conversation.observe(turn, message, observation.text)
                 state = _state(observation.text, observed)
                 if not episode.observe(observed, branch):
                     return LENGTH, score

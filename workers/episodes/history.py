@@ -130,12 +130,12 @@ class History:
             text = message.get(name)
             if text and (start := turn.text.find(text, behind)) >= 0:
                 behind = start + len(text)
-                message[name] = self._hidden(turn, start, behind)
+                message[name] = self._hide(turn, start, behind)
         return message | {
             name: thought for name in REASONING if (thought := message.get("reasoning_content"))
         }
 
-    def _hidden(self, turn: SampledTurn, start: int, stop: int) -> str:
+    def _hide(self, turn: SampledTurn, start: int, stop: int) -> str:
         masked_text = ""
         for first, last in turn.between_added(start, stop):
             part = turn.text[first:last]
@@ -170,7 +170,7 @@ class History:
     def _parts(self, text: str, blocks: list[Block]) -> list[str | Response]:
         parts = list[str | Response]()
         done = 0
-        for block in self._widened(text, blocks):
+        for block in self._widen(text, blocks):
             turn = self.turns[block.turn]
             first, last = turn.tokens(block.at, block.at + block.length)
             start, stop = (block.start + turn.place(token) - block.at for token in (first, last))
@@ -180,7 +180,7 @@ class History:
                 done = stop
         return [self.prompt if part == self._first else part for part in (*parts, text[done:])]
 
-    def _widened(self, text: str, blocks: list[Block]) -> Iterator[Block]:
+    def _widen(self, text: str, blocks: list[Block]) -> Iterator[Block]:
         """Join the blocks of each turn, and with what the policy wrote around them, if the template shows it
         too.
         """

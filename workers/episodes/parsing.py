@@ -13,7 +13,7 @@ import numpy as np
 
 from workers.environment import Turn
 from workers.episodes.parser_names import FORMATS, parsers_of
-from workers.errors import ConfigError, named
+from workers.errors import ConfigError, describe_error
 
 
 class TurnParser:
@@ -58,7 +58,7 @@ class TurnParser:
                 return ""
             raise ConfigError(
                 f"rollout.{kind}={configured_name}: vLLM cannot use it with the tokenizer of model.path "
-                f"({named(error)}). Name the model's parser."
+                f"({describe_error(error)}). Name the model's parser."
             ) from None
         return name
 
@@ -107,7 +107,7 @@ class TurnParser:
         if not failures.found and not (self._call_mark and rest.count(self._call_mark) > len(calls)):
             errors = []
         else:
-            why = f": {named(failures.found[0])}" if failures.found else ""
+            why = f": {describe_error(failures.found[0])}" if failures.found else ""
             errors = [f"a tool call could not be read{why}"]
         return Turn(plain, text, content, reasoning, [self._call(call, body) for call in calls], errors)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.errors import named
+from workers.errors import describe_error
 from workers.rendering import Messages, Options
 
 ANSWER, THOUGHT, RESULT, RULE = "ANSWER", "THOUGHT", "RESULT", "RULE"
@@ -124,7 +124,7 @@ def _with_system(render: Render, prompt: Messages, options: Options, is_token: r
             return Following("system", "plain", REFUSES, "does not show a message of role system")
         case, _ = _case(render, messages, "user", "plain", options, is_token)
     except Exception as error:  # templates may raise anything
-        return Following("system", "plain", REFUSES, f"raises {named(error)}")
+        return Following("system", "plain", REFUSES, f"raises {describe_error(error)}")
     return replace(case, role="system")
 
 
@@ -147,7 +147,7 @@ def _case(
             turn_text = render([*prompt, message], False, options)
             answered_text = render([*prompt, message, *answers], True, options)
         except Exception as error:  # templates may raise anything
-            change = change or f"raises {named(error)}"
+            change = change or f"raises {describe_error(error)}"
             continue
         if any(answer["content"] not in answered_text for answer in answers):
             change = f"does not show a message of role {answers[0]['role']}"
@@ -158,7 +158,7 @@ def _case(
             outcome = REWRITES
             change = "leaves reasoning out"
         else:
-            seen, again, end = _compared(read, turn_text, answered_text, is_token, reasoned=turn in REASONED)
+            seen, again, end = _compare(read, turn_text, answered_text, is_token, reasoned=turn in REASONED)
             change = "" if answered_text.startswith(seen) else _change(seen, again)
             return Following(role, turn, REWRITES if change else APPENDS, change), end
     return Following(role, turn, outcome, change), ""
@@ -179,7 +179,7 @@ def _turns(turn: str, calls: list[str]) -> Iterator[dict[str, Any]]:
             yield message | {"tool_calls": [{"type": "function"} | function for function in functions]}
 
 
-def _compared(
+def _compare(
     read: str, turn_text: str, answered_text: str, is_token: re.Pattern[str], *, reasoned: bool
 ) -> tuple[str, str, str]:
     """Return what the policy has read and sampled, the template's text of the same later, and the end token's

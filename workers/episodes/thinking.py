@@ -62,7 +62,7 @@ class Thinking:
             )
         return not_sampled(np.asarray(ids, np.int32), INSERTED)
 
-    def stopped(self, turn: Response, place: int, texts: Sequence[str]) -> Response:
+    def stop_at_text(self, turn: Response, place: int, texts: Sequence[str]) -> Response:
         """Cut a turn that was sampled in two requests at a text of `sampling.stop` on both sides
         of `place`.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.batch.placed_images import Image
-from workers.errors import ImageError, named
+from workers.errors import ImageError, describe_error
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -28,7 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 class ImageSource:
     """An image where a record says it is: `Image.data` until the image is needed.
 
-    folder: of relative paths. pixels: fewest and most, see `resized`. where: names the record in errors.
+    folder: of relative paths. pixels: fewest and most, see `resize_image`. where: names the record in errors.
     """
 
     value: Any = field(repr=False)
@@ -37,7 +37,7 @@ class ImageSource:
     pixels: tuple[int, int] = (0, 2**20)
 
     def open(self) -> "PIL.Image.Image":
-        return resized(read_image(self.value, self.where, self.folder), *self.pixels)
+        return resize_image(read_image(self.value, self.where, self.folder), *self.pixels)
 
     def png(self) -> bytes:
         return png_of(self.open())
@@ -52,9 +52,9 @@ class ImageSource:
         return Image(digest_of(picture), *picture.size, self)
 
 
-def decoded(value: Any, place: str, pixels: tuple[int, int]) -> Image:
+def decode_image(value: Any, place: str, pixels: tuple[int, int]) -> Image:
     """Read and resize an image that no record holds, see `ImageSource`. Raises as `read_image`."""
-    picture = resized(read_image(value, place), *pixels)
+    picture = resize_image(read_image(value, place), *pixels)
     return Image(digest_of(picture), *picture.size, png_of(picture))
 
 
@@ -77,7 +77,7 @@ def digest_of(image: "PIL.Image.Image") -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) >> 1
 
 
-def resized(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image":
+def resize_image(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image":
     """Resize an image of fewer pixels than `least` or more than `most`. Its aspect is kept."""
     width, height = image.size
     pixels = width * height
@@ -122,7 +122,7 @@ def read_image(value: Any, place: str, folder: str = "") -> "PIL.Image.Image":
     except ImageError:
         raise
     except Exception as error:  # Pillow raises many types for broken files
-        raise ImageError(f"{place}: {name} cannot be read as an image: {named(error)}.") from None
+        raise ImageError(f"{place}: {name} cannot be read as an image: {describe_error(error)}.") from None
 
 
 def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":

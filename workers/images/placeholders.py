@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from workers.batch.placed_images import Image, Placed, PlacedImage
-from workers.errors import ConfigError, DataError, ImageError, named
+from workers.errors import ConfigError, DataError, ImageError, describe_error
 from workers.images.images import ImageSource, read_image
 
 COMPARED = 4
@@ -47,9 +47,9 @@ class Placeholders:
         if images and self._compared:
             self._compared -= 1
             self._compare(images, place)
-        return self._expanded(ids, places, images, place)
+        return self._expand(ids, places, images, place)
 
-    def _expanded(
+    def _expand(
         self, ids: np.ndarray, places: np.ndarray, images: Sequence[Image], record_place: str
     ) -> tuple[np.ndarray, Placed]:
         parts = []
@@ -81,7 +81,7 @@ class Placeholders:
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
             raise ImageError(
                 f"{place}: the image processor of model.path={self._path} refuses an image of {sizes} "
-                f"pixels: {named(error)}."
+                f"pixels: {describe_error(error)}."
             ) from None
         return np.asarray(outputs["input_ids"][0], np.int32)
 
@@ -92,7 +92,7 @@ class Placeholders:
         ids = np.asarray(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         twice = [image for image in images for _ in range(2)]
         if not np.array_equal(
-            self._expanded(ids, np.flatnonzero(ids == self.id), twice, place)[0],
+            self._expand(ids, np.flatnonzero(ids == self.id), twice, place)[0],
             self._whole(text, pictures, place),
         ):
             raise ConfigError(

@@ -38,7 +38,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from workers.config.roles import ModelConfig
-from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
+from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, describe_error
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
 from workers.model.attention.mixers import check_mixers, find_mixers, split_by_segment
@@ -479,7 +479,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types
-        raise ConfigError(f"model.path={path} has no tokenizer: {named(error)}.") from error
+        raise ConfigError(f"model.path={path} has no tokenizer: {describe_error(error)}.") from error
     # Without tokenizer files, transformers makes some families an empty tokenizer instead of an error.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ConfigError(f"model.path={path} has no tokenizer: its vocabulary is empty")

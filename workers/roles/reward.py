@@ -15,7 +15,7 @@ import numpy as np
 
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import PlacedImage
-from workers.batch.remote_batch import fetched
+from workers.batch.remote_batch import fetch_images
 from workers.batch.score import LONGEST_SENT, RAW, Score
 from workers.engine.requests import INSERTED, NOT_SAMPLED
 from workers.user_code.pictures import Pictures
@@ -58,7 +58,7 @@ class RewardWorker:
         """Return one Score per request, in order. `failure` says why scoring failed."""
         rows = [block.row(request.row) for request in requests]
         last = [row["input_ids"][last_turn(row["weight_versions"])] for row in rows]
-        images = fetched(object_column([request.images for request in requests]))
+        images = fetch_images(object_column([request.images for request in requests]))
         calls = [
             Call(
                 i,
@@ -70,11 +70,11 @@ class RewardWorker:
         scores = self._process.run(calls)
         scored = time.time()
         return [
-            replace(scores[i], scored=scored, **self._told(row, request))
+            replace(scores[i], scored=scored, **self._read_texts(row, request))
             for i, (row, request) in enumerate(zip(rows, requests, strict=True))
         ]
 
-    def _told(self, row: Mapping[str, np.ndarray], request: ScoreRequest) -> dict[str, Any]:
+    def _read_texts(self, row: Mapping[str, np.ndarray], request: ScoreRequest) -> dict[str, Any]:
         if request.texts or len(row["input_ids"]) - request.prompt_tokens <= LONGEST_SENT:
             return texts_of(self._tokenizer, row, request.prompt_tokens)
         return {"response": ""}

@@ -44,7 +44,7 @@ from workers.errors import LostError, RolloutError
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rollout.engine_life import describe_death, end_engine, wait_while_alive
 from workers.rollout.players import AgentPlayer, EpisodePlayer, Player, load_renderer
-from workers.rollout.results import Row, Sample, finished, flush
+from workers.rollout.results import Row, Sample, finish_sample, flush
 from workers.rollout.turn_sampler import TurnSampler
 from workers.user_code.environments import EnvironmentPool
 from workers.user_code.tools import ToolPool
@@ -239,7 +239,7 @@ class VllmEngineActor:
             episode = Episode(request.prompt_ids, request.images, **limits)
             turn = await self._sampler.sample_turn(request, sampling, episode)
             episode.add(turn)
-            return finished(request, episode, turn.finish_reason)
+            return finish_sample(request, episode, turn.finish_reason)
         assert self._player is not None
         return await self._player.play(request, sampling)
 

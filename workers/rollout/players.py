@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.agents.front import Taken
+from workers.agents.front import Takeover
 from workers.agents.gateway import Access, Gateway
 from workers.agents.processes import AgentPool, session_variables
 from workers.agents.session import Session
@@ -26,7 +26,7 @@ from workers.errors import EpisodeError
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer, with_urls
 from workers.rollout.engine_life import wait_while_alive
-from workers.rollout.results import Sample, finished, played
+from workers.rollout.results import Sample, finish_sample, finish_session
 from workers.rollout.turn_sampler import TurnSampler, load_tokenizer
 from workers.user_code.environments import EnvironmentPool
 from workers.user_code.pictures import Pictures
@@ -74,7 +74,7 @@ class EpisodePlayer:
         environment = self._environments.episode(start.options.get("tools", ()))
         sample = partial(self._sampler.sample_turn, request, sampling)
         reason, score = await play(episode, sample, environment, conversation, record)
-        return finished(request, episode, reason, score, conversation)
+        return finish_sample(request, episode, reason, score, conversation)
 
     def _turn_parser(self, request: SampleRequest) -> TurnParser | None:
         """Return a parser of turns as chat messages, None for a prompt that is a text."""
@@ -124,7 +124,7 @@ class AgentPlayer:
             images = [await png_bytes(placed_image.image) for placed_image in request.images]
             start = replace(start, record=with_urls(start.record, start.prompt_key, start.image_key, images))
             request = replace(request, start=start)
-        takeover = Taken(request.begun or SessionRecord())
+        takeover = Takeover(request.begun or SessionRecord())
         if self._front is not None:
             takeover = await self._call_front("offer", name, start.record, takeover.record)
         session = Session(
@@ -156,7 +156,7 @@ class AgentPlayer:
             raise EngineDeadError()
         if not session.kept:
             raise EpisodeError(failure or "the agent received no answer of the policy")
-        return played(request, session, score, failure, needs_reward=self._needs_reward)
+        return finish_session(request, session, score, failure, needs_reward=self._needs_reward)
 
     def records(self) -> dict[int, SessionRecord]:
         """Return the open sessions, by their requests' seeds."""

@@ -1,6 +1,7 @@
 """Results: what becomes of a sample whose last turn is sampled.
 
-Episode | Session + reward --finished, played--> (SampleResult, rows) --flush--> DataProto, list[SampleResult]
+Episode | Session + reward --finish_sample, finish_session--> (SampleResult, rows)
+(SampleResult, rows), ... --flush--> DataProto, list[SampleResult]
 """
 
 from collections.abc import Sequence
@@ -30,16 +31,16 @@ def flush(samples: Sequence[Sample], experts: int = 0) -> tuple[DataProto, list[
     results = []
     for result, rows in sorted(samples, key=lambda sample: sample[0].key):
         results.append(replace(result, row=len(block)) if rows else result)
-        block += [_narrowed(row) for row in rows] if experts < 256 else rows
+        block += [_narrow(row) for row in rows] if experts < 256 else rows
     return DataProto.from_rows(block), results
 
 
-def _narrowed(row: Row) -> Row:
+def _narrow(row: Row) -> Row:
     """A byte for an expert's number: -1 becomes 255."""
     return row | {ROUTED_EXPERTS: row[ROUTED_EXPERTS].astype(np.uint8)} if ROUTED_EXPERTS in row else row
 
 
-def played(
+def finish_session(
     request: SampleRequest, session: Session, agent_score: Score | None, failure: str, *, needs_reward: bool
 ) -> Sample:
     """Return the sample of a session that its agent has left. agent_score: its reward. failure: why it did
@@ -64,14 +65,14 @@ def played(
         parts=parts,
         failure=failure and f"agent: {failure}",
         credit=session.credit(),
-        session=tuple(session.told()),
+        session=tuple(session.describe_turns()),
     )
     cut = session.kept[-1].response.finish_reason == LENGTH
-    result, rows = finished(request, session, TURNS if session.full else LENGTH if cut else STOP, score)
+    result, rows = finish_sample(request, session, TURNS if session.full else LENGTH if cut else STOP, score)
     return replace(result, messages=session.transcript), rows
 
 
-def finished(
+def finish_sample(
     request: SampleRequest,
     episode: Episode | Session,
     reason: str,

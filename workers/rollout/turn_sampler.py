@@ -64,7 +64,7 @@ class TurnSampler:
             return turn
         full_turn = await self._sample_rest(request, sampling, episode, partial_response, limit)
         full_turn = replace(full_turn, read_tokens=turn.read_tokens, cached_tokens=turn.cached_tokens)
-        return full_turn if is_open else self.thinking.stopped(full_turn, len(turn.ids), sampling.stop)
+        return full_turn if is_open else self.thinking.stop_at_text(full_turn, len(turn.ids), sampling.stop)
 
     async def _sample_rest(
         self,

@@ -65,7 +65,7 @@ class EnvironmentPool:
     @asynccontextmanager
     async def process(self) -> AsyncIterator[Callable[[str, Any], Awaitable[Any]]]:
         """Reserve a process, and yield what calls it. Raises EpisodeError if none can be started."""
-        process = await self._started()
+        process = await self._take_process()
         try:
             yield partial(self._in_thread, call, process, self._timeout_s)
         except BaseException:
@@ -73,7 +73,7 @@ class EnvironmentPool:
             raise
         self._idle.append(process)
 
-    async def _started(self) -> Fork:
+    async def _take_process(self) -> Fork:
         try:
             return await self._in_thread(self._take)
         except NoAnswerError as error:

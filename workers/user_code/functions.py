@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from workers.errors import ConfigError, DataError, named, quoted
+from workers.errors import ConfigError, DataError, describe_error, quote
 from workers.user_code.process import LONGEST_PICKLE, NoAnswerError, UserProcess, ask
 
 TIMEOUT_SETTING = "resources.user_code_timeout_s"
@@ -49,7 +49,7 @@ class UserFunction:
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
     """Return the function `module:function` or `path/file.py:function` of a setting. Raises ConfigError."""
-    description = _imported("workers.user_code.functions:describe", key, name, timeout_s)
+    description = _import_function("workers.user_code.functions:describe", key, name, timeout_s)
     signature = Signature(
         tuple(description["names"]), tuple(description["required"]), description["takes_all"]
     )
@@ -58,7 +58,7 @@ def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
     """Return the class of a setting, packed. Raises ConfigError, also if a method is missing."""
-    description = _imported("workers.user_code.functions:describe", key, name, timeout_s)
+    description = _import_function("workers.user_code.functions:describe", key, name, timeout_s)
     if not description["is_class"] or not set(methods) <= set(description["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
     return base64.b64decode(description["packed"])
@@ -76,7 +76,7 @@ def find_tools(key: str, name: str, *, timeout_s: float) -> Tools:
     """Return the functions of the module or file of a setting. Raises ConfigError, also for one without a
     schema.
     """
-    description = _imported("workers.trials:describe_tools", key, name, timeout_s)
+    description = _import_function("workers.trials:describe_tools", key, name, timeout_s)
     return Tools(base64.b64decode(description["packed"]), description["schemas"])
 
 
@@ -84,14 +84,14 @@ def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
     """Raise ConfigError if workers could not use the policy loss of a setting. See
     `workers.trials.try_loss`.
     """
-    _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
+    _import_function("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def check_optimizer(key: str, name: str, *trial: Any, timeout_s: float) -> None:
     """Raise ConfigError if workers could not use the optimiser or schedule. See
     `workers.trials.try_optimizer`.
     """
-    _imported("workers.trials:try_optimizer", key, name, timeout_s, *trial)
+    _import_function("workers.trials:try_optimizer", key, name, timeout_s, *trial)
 
 
 class IsolatedFunction:
@@ -101,10 +101,10 @@ class IsolatedFunction:
         """key: begins errors. bound: arguments by name of every call, sent once."""
         self.key = key
         self.signature = function.signature
-        self._packed, self._timeout_s, self._bound = function.packed, timeout_s, self._taken(bound)
+        self._packed, self._timeout_s, self._bound = function.packed, timeout_s, self._select_arguments(bound)
         self._process: UserProcess | None = None
 
-    def _taken(self, named: dict[str, Any]) -> dict[str, Any]:
+    def _select_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in named.items() if self.signature.takes_all or k in self.signature.names}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -118,7 +118,7 @@ class IsolatedFunction:
                 self._process = UserProcess(runner, self.key, self._packed, self._bound)
                 weakref.finalize(self, self._process.end)
                 self._process.receive(self._timeout_s, TIMEOUT_SETTING)
-            self._process.send((arguments, self._taken(named)))
+            self._process.send((arguments, self._select_arguments(named)))
             return self._process.receive(self._timeout_s, TIMEOUT_SETTING, longest=LONGEST_PICKLE)
         except NoAnswerError as error:
             self.close()
@@ -139,14 +139,14 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     return Signature(tuple(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any) -> Any:
+def _import_function(function: str, key: str, name: str, timeout_s: float, *trial: Any) -> Any:
     try:
         return ask(function, key, name, *trial, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"{key}={name!r}: its import {error}. {AS_A_PROGRAM}.") from None
 
 
-def pickled(target: Any, *modules: ModuleType | None) -> bytes:
+def pickle_function(target: Any, *modules: ModuleType | None) -> bytes:
     users = {module for module in modules if module is not None and _is_users(module)}
     for module in users:
         cloudpickle.register_pickle_by_value(module)
@@ -168,7 +168,7 @@ def _is_users(module: ModuleType) -> bool:
 def describe(key: str, name: str) -> dict[str, Any]:
     """Describe `name` in the process: signature, methods, and its base-64 pickle `packed`."""
     module, target = load(key, name)
-    packed = packed_text(key, name, module, target)
+    packed = pack_text(key, name, module, target)
     methods = [method for method in dir(target) if callable(getattr(target, method, None))]
     try:
         signature = asdict(signature_of(target))
@@ -179,15 +179,15 @@ def describe(key: str, name: str) -> dict[str, Any]:
     return signature | {"is_class": isinstance(target, type), "methods": methods, "packed": packed}
 
 
-def packed_text(key: str, name: str, module: ModuleType, target: Any) -> str:
+def pack_text(key: str, name: str, module: ModuleType, target: Any) -> str:
     """Pickle what was found in `module`, in base 64. Raises ConfigError."""
     try:
-        packed = pickled(target, module, sys.modules.get(getattr(target, "__module__", "")))
+        packed = pickle_function(target, module, sys.modules.get(getattr(target, "__module__", "")))
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
             f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled "
-            f"({named(error)}). Make it inside the function, at its first call."
+            f"({describe_error(error)}). Make it inside the function, at its first call."
         ) from None
     return base64.b64encode(packed).decode()
 
@@ -224,7 +224,7 @@ def load_module(key: str, place: str) -> ModuleType:
         return _import_file(Path(place)) if is_file else _import_module(place)
     except (Exception, KeyboardInterrupt) as error:
         source = place if is_file else f"module {place!r}"
-        raise ConfigError(f"{key}: {source} cannot be imported: {named(error)}.") from error
+        raise ConfigError(f"{key}: {source} cannot be imported: {describe_error(error)}.") from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -269,5 +269,5 @@ def _plain(value: Any, key: str) -> Any:
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     raise DataError(
-        f"{key} returned {quoted(value)}: return numbers, texts, and lists or mappings by text of them."
+        f"{key} returned {quote(value)}: return numbers, texts, and lists or mappings by text of them."
     )

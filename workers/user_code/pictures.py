@@ -18,8 +18,8 @@ class Pictures:
         self.data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, ([png_of(picture) for picture in self.data],)
+        return _open_images, ([png_of(picture) for picture in self.data],)
 
 
-def _opened(data: Sequence[bytes]) -> "list[PIL.Image.Image]":
+def _open_images(data: Sequence[bytes]) -> "list[PIL.Image.Image]":
     return [read_image(png, "an image") for png in data]

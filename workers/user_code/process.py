@@ -29,7 +29,7 @@ from io import BufferedReader
 from threading import Lock, Thread
 from typing import Any, TextIO
 
-from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, named
+from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, describe_error
 from workers.user_code.session_keys import hide_session_keys
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -330,7 +330,7 @@ def _serve(channel: Channel, answer: Any) -> None:
         except BallastError as error:
             channel.reply(str(error), "failure")
         except RAISED as error:
-            channel.reply(named(error), "raised")
+            channel.reply(describe_error(error), "raised")
 
 
 def _fork_below_keeper(descriptor: int) -> Channel:

@@ -15,8 +15,8 @@ from typing import Any
 
 import cloudpickle
 
-from workers.batch.score import RAW, Score, as_score, check_parts, weighted
-from workers.errors import BallastError, ConfigError, DataError, named, quoted
+from workers.batch.score import RAW, Score, as_score, check_parts, weigh_scores
+from workers.errors import BallastError, ConfigError, DataError, describe_error, quote
 from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
 from workers.user_code.verl_form import is_verl_form, verl_arguments
 
@@ -74,7 +74,7 @@ class RewardProcess:
     def _try(self, calls: Sequence[Call], scores: dict[int, Score]) -> str:
         responses = {call.number: call.response for call in calls}
         try:
-            process = self._started()
+            process = self._ensure_started()
             process.send(calls)
             for _ in calls:
                 # The process itself ends a coroutine that takes too long. Only a hanging call is late by a
@@ -86,7 +86,7 @@ class RewardProcess:
             return f"it {error}"
         return ""
 
-    def _started(self) -> UserProcess:
+    def _ensure_started(self) -> UserProcess:
         if self._process is None:
             settings = (self._functions, self._timeout_s, self._concurrency)
             self._process = UserProcess("workers.user_code.rewards:Scorer", *settings, quiet=self._quiet)
@@ -160,7 +160,7 @@ class Scorer:
                 scores[function.name] = as_score(value, call.response)
             except (_FunctionError, DataError) as error:
                 return Score(0.0, call.response, failure=f"{function.name}: {error}")
-        return weighted(
+        return weigh_scores(
             scores, {function.name: function.weight for function in self._functions}, call.response
         )
 
@@ -178,7 +178,7 @@ class Scorer:
         try:
             values = await self._result(function, {"responses": [call.response for call in calls]} | columns)
             if not isinstance(values, Sequence) or len(values) != len(calls):
-                raise _FunctionError(f"returned {quoted(values)} for {len(calls)} responses")
+                raise _FunctionError(f"returned {quote(values)} for {len(calls)} responses")
             return list(values)
         except _FunctionError as error:
             if len(calls) == 1:
@@ -196,7 +196,7 @@ class Scorer:
         except TimeoutError:
             raise _FunctionError(f"took more than reward.timeout_s={self._timeout_s:g} s") from None
         except RAISED as error:
-            raise _FunctionError(f"raised {named(error)}") from None
+            raise _FunctionError(f"raised {describe_error(error)}") from None
 
 
 class _FunctionError(Exception):

@@ -51,7 +51,7 @@ def task_records(text: str) -> tuple[dict[str, Any], ...]:
 def find_verifiers_agent(key: str, text: str, timeout_s: float) -> bytes:
     """Return the agent of an environment of verifiers, pickled. Raises ConfigError."""
     try:
-        packed = ask("workers.agents.verifiers_agent:packed_agent", text, timeout_s=timeout_s, setting="")
+        packed = ask("workers.agents.verifiers_agent:pack_agent", text, timeout_s=timeout_s, setting="")
     except (NoAnswerError, ConfigError) as error:
         raise ConfigError(f"{key}={text}: {str(error).rstrip('.')}.") from None
     return base64.b64decode(packed)

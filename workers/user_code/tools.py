@@ -18,7 +18,7 @@ import cloudpickle
 
 from workers.batch.score import TOOL_PARTS
 from workers.environment import Observation, Text, Turn
-from workers.errors import EpisodeError, named
+from workers.errors import EpisodeError, describe_error
 from workers.user_code.environments import EnvironmentPool, RemoteEnvironment, result_of
 from workers.user_code.process import RAISED
 
@@ -136,7 +136,7 @@ class Caller:
                 else json.dumps(value, ensure_ascii=False, default=plain_value)
             )
         except RAISED as error:
-            reply((False, named(error)))
+            reply((False, describe_error(error)))
             return
         rest = len(text) - longest
         reply((True, text if rest <= 0 else f"{text[:longest]} [cut: {rest:,} more characters]"))

@@ -1,4 +1,4 @@
-"""Sessions of an agent as `Session.told` gives them."""
+"""Sessions of an agent as `Session.describe_turns` gives them."""
 
 from typing import Any
 

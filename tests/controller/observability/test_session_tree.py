@@ -67,7 +67,7 @@ def played(session: Session, *messages: str) -> None:
     )
     begun = session.ids(asked.parent) if asked.parent else np.empty(0, np.int32)
     ids = np.append(begun, [len(text) for text in messages[asked.covered :]]).astype(np.int32)
-    if session.recorded(asked, ids) is None:
+    if session.claim_recorded(asked, ids) is None:
         response = Response(np.int32([7, 8]), np.float32([-1.0, -0.5]), np.int32([3, 3]))
         with session.sampling() as number:
             session.add(
@@ -87,7 +87,7 @@ def test_what_a_session_tells_is_drawn_and_counted() -> None:
     again = Session("a", max_turns=9, record=first.snapshot())
     played(again, "one")
     played(again, "one", "to one", "three")
-    told = json.loads(json.dumps(again.told()))
+    told = json.loads(json.dumps(again.describe_turns()))
     found = entries(row(told))
     assert [entry.text for entry in found] == ["one", "to one", "three", "to three", "after turn 1"]
     assert [("replayed" in entry.facts, "dropped" in entry.facts) for entry in found[1::2]] == [

@@ -12,7 +12,7 @@ from tokenizers import Regex, normalizers
 from controller.offline.tokenized import Example, example_row, scored_row
 from tests.workers.tokenizer_schemes import SCHEMES, make_tokenizer, make_word_pieces
 from workers.agents.prompt_renderer import PromptRenderer
-from workers.agents.session import Asked
+from workers.agents.session import SessionPrompt
 from workers.engine.requests import Response, not_sampled
 from workers.episodes.conversation import Conversation
 from workers.errors import DataError
@@ -48,7 +48,7 @@ class Played:
         renderer = Renderer(tokens)
         prompt = renderer.prompt_ids(messages, "record 1")
         self.conversation = Conversation(renderer, messages, rewrites=rewrites)
-        self.ids: list[int] = self.conversation.opened(not_sampled(prompt), "").ids.tolist()
+        self.ids: list[int] = self.conversation.open(not_sampled(prompt), "").ids.tolist()
 
     def observe(self, sampled: list[int], observation: dict[str, Any]) -> bool:
         """Return whether a new row begins."""
@@ -57,7 +57,7 @@ class Played:
         stopped = sampled[-1] != self.conversation._tokenizer.eos_token_id
         turn = Response(ids, zeros.astype(np.float32), zeros.astype(np.int32), stop_string=stopped)
         said = self.conversation.turn(ids, finished=True)
-        following, branch = self.conversation.observed(turn, said, [observation])
+        following, branch = self.conversation.observe(turn, said, [observation])
         self.ids = [*self.ids, *sampled, *following.ids.tolist()] if branch is None else branch.ids.tolist()
         return branch is not None
 
@@ -159,14 +159,16 @@ def test_a_text_behind_a_text_has_the_ids_of_both(scheme: str) -> None:
     tokens = make_tokenizer(scheme)
     conversation = Conversation(Renderer(tokens), "one:")
     prompt = not_sampled(np.array(encoded(tokens, "one:"), np.int32))
-    assert conversation.opened(prompt, "two").ids.tolist() == encoded(tokens, "one:two")
+    assert conversation.open(prompt, "two").ids.tolist() == encoded(tokens, "one:two")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_completion_behind_a_turn_has_the_ids_of_the_whole_text(scheme: str) -> None:
     tokens = make_tokenizer(scheme)
     before = not_sampled(np.array(encoded(tokens, "one:two"), np.int32))
-    session = Mock(find_text=lambda prompt: Asked([], parent=Mock(), text=prompt.removeprefix("one:two")))
+    session = Mock(
+        find_text=lambda prompt: SessionPrompt([], parent=Mock(), text=prompt.removeprefix("one:two"))
+    )
     session.whole = lambda parent: before
     reader = PromptRenderer(Renderer(tokens))
     assert reader.read_text(session, "one:two\ntwo")[1].ids.tolist() == encoded(tokens, "one:two\ntwo")

@@ -25,10 +25,10 @@ from controller.rollout.sample_files import (
 )
 from controller.rollout.samples import RolloutBatch, assemble
 from tests.workers.vision_families import pictures
-from workers.agents.session import Asked, Session
+from workers.agents.session import Session, SessionPrompt
 from workers.batch.dataproto import DataProto
 from workers.batch.placed_images import PlacedImage, keys
-from workers.batch.remote_batch import IMAGES, RemoteBatch, stored
+from workers.batch.remote_batch import IMAGES, RemoteBatch, store_images
 from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
@@ -52,7 +52,7 @@ SCORE = Score(1.0, "yes")
 def rollout(ray_session: None) -> RolloutBatch:
     """Two samples of a prompt of two images, the first with a branch that holds a third."""
     block = ray.put(DataProto.from_rows([ROW] * 4))
-    prompt = stored(PROMPT, {})
+    prompt = store_images(PROMPT, {})
     branch = (*prompt, PlacedImage(replace(SOURCES[2], data=b"an observation's"), 5, 2))
     branches = branches_of([ROW, ROW], 5, [prompt, branch])
     hashes = prefix_hashes(keys(ROW["input_ids"], PROMPT), 5)
@@ -112,15 +112,15 @@ def test_sessions_of_a_checkpoint_keep_their_images(ray_session: None, tmp_path:
     """What a stored session trains, and the prompts that it answers, have the images of the first one."""
     session = Session("s", max_turns=9)
     answer = Response(np.array([8], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-    asked, prompt, images = Asked([]), ROW["input_ids"], PROMPT
+    asked, prompt, images = SessionPrompt([]), ROW["input_ids"], PROMPT
     for number in range(2):
         png = tuple(replace(each, image=replace(each.image, data=png_of(each.image.data))) for each in images)
         node = session.add(asked, prompt, answer, number=number, images=png)
         node.received = True
-        asked, images = Asked([], parent=node), (*PROMPT, PlacedImage(SOURCES[2], 10, 2))
+        asked, images = SessionPrompt([], parent=node), (*PROMPT, PlacedImage(SOURCES[2], 10, 2))
         prompt = np.append(session.ids(node), np.array([7, 9, 9], np.int32))
     result = SampleResult("1", 0, 5, 3, "stop", 0, row=0, images=PROMPT[:1])
-    finished = [FinishedSample(replace(result, images=stored(PROMPT[:1], {})), [ROW], None)]
+    finished = [FinishedSample(replace(result, images=store_images(PROMPT[:1], {})), [ROW], None)]
     write_samples(tmp_path / "samples.npz", StoredSamples(finished, {5: session.snapshot()}))
     found = read_samples(tmp_path / "samples.npz")
     assert found.finished[0].result.images == result.images
@@ -128,14 +128,14 @@ def test_sessions_of_a_checkpoint_keep_their_images(ray_session: None, tmp_path:
     assert again.row_images == session.row_images == [(*PROMPT, PlacedImage(SOURCES[2], 10, 2))]
     assert again.prompt_hash == session.prompt_hash
     first = Session("s", max_turns=9, record=found.partial[5])
-    assert first.recorded(Asked([]), ROW["input_ids"], PROMPT[:1]) is None
-    assert first.recorded(Asked([]), ROW["input_ids"], PROMPT) is not None
+    assert first.claim_recorded(SessionPrompt([]), ROW["input_ids"], PROMPT[:1]) is None
+    assert first.claim_recorded(SessionPrompt([]), ROW["input_ids"], PROMPT) is not None
 
 
 def test_a_reward_function_gets_the_record_s_images_whatever_the_agent_showed(ray_session: None) -> None:
     prompt = Prompt("1", ROW["input_ids"], {}, images=PROMPT)
     result = SampleResult("1", 0, 5, 3, "stop", 0, row=0)
-    mine, others = stored(PROMPT, {}), (PlacedImage(SOURCES[2], 0, 1), *PROMPT)
+    mine, others = store_images(PROMPT, {}), (PlacedImage(SOURCES[2], 0, 1), *PROMPT)
     assert _images_of(prompt, replace(result, images=(*mine, *others)))[0].image.data is mine[0].image.data
     for images in (others, ()):
         found = _images_of(prompt, replace(result, images=images))
@@ -147,7 +147,7 @@ def test_reward_functions_get_pictures(ray_session: None, vision_model: Callable
     reward = cloudpickle.dumps(lambda response, images: sum(image.width for image in images))  # by value
     function = RewardFunction("size", 1.0, reward, ("images",))
     worker = RewardWorker([function], str(vision_model("qwen2_5_vl")), timeout_s=60, concurrency=1)
-    request = ScoreRequest(0, 5, {"images": ["a.png 84 x 56"]}, stored(PROMPT, {}), "images")
+    request = ScoreRequest(0, 5, {"images": ["a.png 84 x 56"]}, store_images(PROMPT, {}), "images")
     (score,) = worker.score(DataProto.from_rows([ROW]), [request])
     assert (score.reward, score.failure) == (84 + 56, "")
 

@@ -153,7 +153,7 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
     assert found.keys() == before.keys()
     assert found[2**62].ids.tolist() == [1, 2]
     again = Session("s", max_turns=9, record=found[7], goes_on=True)
-    assert again.told() == session.told()
+    assert again.describe_turns() == session.describe_turns()
     assert again.credit() == session.credit()
     for row, expected in zip(again.rows(), session.rows(), strict=True):
         assert {name: (column.tolist(), column.dtype) for name, column in row.items()} == {
@@ -161,7 +161,7 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
         }
     chat = [{"role": "user", "content": "ü"}]
     first = Session("s", max_turns=9, record=found[7])
-    answer = first.recorded(first.find(chat), np.arange(3, dtype=np.int32))
+    answer = first.claim_recorded(first.find(chat), np.arange(3, dtype=np.int32))
     assert answer is not None
     assert (answer.response.stop_string, answer.response.finish_reason, first.kept) == (True, "stop", [])
 

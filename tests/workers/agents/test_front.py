@@ -15,7 +15,7 @@ from aiohttp import ClientError, ClientSession, web
 
 from tests.refusals import refused
 from workers.agents import front as module
-from workers.agents.front import SessionFront, Taken
+from workers.agents.front import SessionFront, Takeover
 from workers.engine.requests import Response
 from workers.engine.session_record import Node, SessionRecord
 from workers.errors import ConfigError, EpisodeError
@@ -155,7 +155,7 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
             status, given = await stage.ask()
             assert (status, given["record"]) == (200, {"prompt": "ü", "n": 3})
             assert given["base_url"] == f"{given['session_url']}/v1" == f"{stage.url}/sessions/s/v1"
-            assert await offer == Taken(NOTHING, goes_on=False, ended=False)
+            assert await offer == Takeover(NOTHING, goes_on=False, ended=False)
             assert not await stage.front.turn(
                 "s", SessionRecord((node(1),)), 2
             )  # it was restarted and lacks one

@@ -12,7 +12,7 @@ from tests.workers.rollout import stock_templates
 from tests.workers.rollout.sessions import response
 from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.session import Session
-from workers.agents.session_requests import Opened
+from workers.agents.session_requests import OpenSession
 from workers.errors import DataError
 from workers.rendering import Renderer
 
@@ -80,7 +80,7 @@ def renderer_of(template: str) -> Renderer:
 def extends(renderer: Renderer, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
     """Whether a request whose history begins with `second` continues a turn that answered `first`."""
     prompts, session = PromptRenderer(renderer), Session("s", max_turns=9)
-    opened = Opened(session, None, 0, {}, 0)  # type: ignore[arg-type]
+    opened = OpenSession(session, None, 0, {}, 0)  # type: ignore[arg-type]
     asked, prompt = prompts.read(opened, prompts.messages(first), {})
     node = session.add(asked, prompt.ids, response([5, 6]), number=0, message=SAID)
     return prompts.read(opened, prompts.messages([*second, SAID, USER]), {})[0].parent is node
@@ -128,7 +128,7 @@ def test_thoughts_of_a_client_reach_the_prompt_under_each_name_or_are_named(
         prompts, caplog.records[:] = PromptRenderer(renderer_of(template)), []
         rendered[key] = []
         for said in ({"content": "four"}, {"content": "", "tool_calls": [CALL]}):
-            opened = Opened(Session("s", max_turns=9), None, 0, {}, 0)  # type: ignore[arg-type]
+            opened = OpenSession(Session("s", max_turns=9), None, 0, {}, 0)  # type: ignore[arg-type]
             answer = (
                 [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}] if "tool_calls" in said else []
             )

@@ -87,7 +87,7 @@ def test_each_path_is_a_row_and_each_token_is_trained_once_with_the_mean_of_its_
         )
         position += sampled
     assert position == len(tokens)
-    told = session.told()
+    told = session.describe_turns()
     assert [each["kept"] for each in told] == [bool(found) for found in below]
     order = [
         int(nodes[p].response.ids[0])
@@ -115,13 +115,13 @@ def test_an_agent_that_starts_again_is_answered_from_the_record(turns: list[Turn
     Agent(complete).play(again)
     for row, expected in zip(session.rows(), complete.rows(), strict=True):
         assert all(np.array_equal(row[name], expected[name]) for name in expected)
-    assert all(told["replayed"] for told in session.told())
+    assert all(told["replayed"] for told in session.describe_turns())
     partly = Session("s", max_turns=20, record=record)
     part = Agent(partly, first=5_000).play(again[: len(turns) // 2])
     assert part.sampled == 0 and len(partly.kept) == len(turns) // 2 == sum(
-        told["kept"] for told in partly.told()
+        told["kept"] for told in partly.describe_turns()
     )
-    assert len(partly.told()) == len(partly.snapshot().nodes) == len(turns)
+    assert len(partly.describe_turns()) == len(partly.snapshot().nodes) == len(turns)
     node = part.ask(-1, 4, 2)  # another prompt than any recorded one
     assert part.sampled == 1 and node.number == len(turns)
 

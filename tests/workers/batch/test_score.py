@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from workers.batch.score import Score, add_environment, check_parts, weighted, with_texts
+from workers.batch.score import Score, add_environment, check_parts, weigh_scores, with_texts
 from workers.errors import DataError
 from workers.roles.reward import last_turn, turns
 
@@ -65,7 +65,7 @@ def test_a_part_with_a_name_of_ours_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in METRICS + PARTS if name.isidentifier()])
 def test_a_function_with_a_name_of_ours_replaces_no_number(name: str) -> None:
     scores = {name: Score(9.0, ""), "exact": Score(0.25, "", {"mean": 4.0})}
-    score = weighted(scores, {name: 0.0, "exact": 1.0}, "")
+    score = weigh_scores(scores, {name: 0.0, "exact": 1.0}, "")
     assert (score.reward, score.parts) == (0.25, {f"{name}_function": 9.0, "exact": 0.25, "exact/mean": 4.0})
     check_parts(score.parts)
 

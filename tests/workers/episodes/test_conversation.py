@@ -16,9 +16,9 @@ from tests.refusals import refused
 from tests.workers.rollout import tiny
 from tests.workers.vision_families import pictures
 from workers.batch.placed_images import Image
-from workers.engine.requests import STOP, Response, joined, not_sampled
+from workers.engine.requests import STOP, Response, join_responses, not_sampled
 from workers.environment import Turn
-from workers.episodes.conversation import Conversation, check_template, continued
+from workers.episodes.conversation import Conversation, check_template, continue_messages
 from workers.errors import DataError, EpisodeError
 from workers.images.images import digest_of, png_of
 from workers.model.vision.processor import load_placeholders
@@ -52,8 +52,8 @@ def chat(tokenizer: Any) -> Any:
 
 def test_a_text_follows_a_text(tokenizer: Any) -> None:
     conversation = Conversation(Renderer(tokenizer), "a")
-    assert conversation.opened(not_sampled(ids_of("a")), "bc").ids.tolist() == ids_of("abc").tolist()
-    assert conversation.opened(not_sampled(ids_of("a")), "").ids.tolist() == ids_of("a").tolist()
+    assert conversation.open(not_sampled(ids_of("a")), "bc").ids.tolist() == ids_of("abc").tolist()
+    assert conversation.open(not_sampled(ids_of("a")), "").ids.tolist() == ids_of("a").tolist()
     assert conversation.turn(ids_of("d", tiny.EOS), finished=True) == "d"
     assert observation_ids(conversation, ids_of("d", tiny.EOS), "ef").tolist() == ids_of("ef").tolist()
     with pytest.raises(EpisodeError):
@@ -63,7 +63,7 @@ def test_a_text_follows_a_text(tokenizer: Any) -> None:
 def observation_ids(conversation: Conversation, ids: np.ndarray, observation: Any) -> np.ndarray:
     """The ids that follow a turn in the same row."""
     turn = Response(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), STOP)
-    following, branch = conversation.observed(turn, conversation.turn(ids, finished=True), observation)
+    following, branch = conversation.observe(turn, conversation.turn(ids, finished=True), observation)
     assert branch is None
     return following.ids
 
@@ -85,7 +85,7 @@ def test_turns_and_observations_together_are_what_the_template_renders(chat: Any
 
 def test_an_opening_of_messages_is_rendered_with_the_prompt(chat: Any) -> None:
     prompt, opening = [{"role": "system", "content": "be"}], [{"role": "user", "content": "go"}]
-    opened = Conversation(Renderer(chat), prompt).opened(not_sampled(ids_of("x")), opening).ids
+    opened = Conversation(Renderer(chat), prompt).open(not_sampled(ids_of("x")), opening).ids
     rendered = chat.apply_chat_template(prompt + opening, add_generation_prompt=True, return_dict=False)
     assert opened.tolist() == rendered
 
@@ -154,9 +154,9 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
     end = END_IS_THE_NEXT_ROLE.get(name, {}).get(role) or before.rpartition("four")[2].strip()
     if role == "tool" and name in WITHOUT_TOOLS:
         with pytest.raises(EpisodeError):
-            continued(render, prompt, observation, end)
+            continue_messages(render, prompt, observation, end)
         return
-    messages, text = continued(render, prompt, observation, end)
+    messages, text = continue_messages(render, prompt, observation, end)
     assert "stand-in" not in text
     assert "</tool_call>" not in text
     if role == "user":
@@ -165,7 +165,7 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
         if whole.startswith(before):
             assert whole == before.rpartition("four")[0] + "four" + end + text
     if not name.startswith("deepseek"):  # which opens the outputs of tools once in a conversation
-        assert continued(render, messages, observation, end)[1] == text
+        assert continue_messages(render, messages, observation, end)[1] == text
 
 
 @pytest.mark.parametrize("rewrites", [False, True])
@@ -183,21 +183,21 @@ def test_images_are_expanded_where_the_template_shows_them(
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     conversation = Conversation(renderer, prompt, images=[given], rewrites=rewrites)
     ids, placed = renderer.expand(renderer.prompt_ids(prompt, "x"), [given], "x")
-    opened = conversation.opened(not_sampled(ids, images=placed), "")
+    opened = conversation.open(not_sampled(ids, images=placed), "")
     assert (opened.images, opened.ids.tolist()) == (placed, ids.tolist())
     turn = np.array(renderer.ids(f"<think>hm</think>so {placeholders.token}it<|im_end|>", "x"), np.int32)
     said = Turn("", content=f"so {placeholders.token}it", reasoning="hm")
     parts = [{"type": "image", "image": pictures()[1]}, {"type": "text", "text": "or "}]
     answer = [{"role": "user", "content": [*parts, {"type": "image", "image": png_of(pictures()[2])}]}]
     response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
-    following, branch = conversation.observed(response, said, answer)
+    following, branch = conversation.observe(response, said, answer)
     bare = renderer.ids(f"\n<|im_start|>user\n{AND}<|im_end|>\n<|im_start|>assistant\n", "x")
     expected, places = renderer.expand(np.array(bare, np.int32), shown, "x")
     assert (following.ids.tolist(), following.images) == (expected.tolist(), places)
     assert (branch is not None) == rewrites
     if branch is not None:
         kept = np.array(renderer.ids(f"so {placeholders.token}it<|im_end|>", "x"), np.int32)
-        whole = joined([opened, not_sampled(kept), following])
+        whole = join_responses([opened, not_sampled(kept), following])
         assert (branch.ids.tolist(), branch.images) == (whole.ids.tolist(), whole.images)
         assert [placed.image for placed in branch.images] == [given, *shown]
 
@@ -212,6 +212,6 @@ def test_broken_images_and_templates_that_hide_them_fail_the_episode(
     for image in ("http://a/b.png", b"broken"):
         conversation = Conversation(renderer, [{"role": "user", "content": "hi"}])
         with pytest.raises(EpisodeError, match="the conversation"):
-            conversation.observed(
+            conversation.observe(
                 turn, Turn("a"), [{"role": "user", "content": [{"type": "image", "image": image}]}]
             )

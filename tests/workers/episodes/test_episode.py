@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from workers.batch.placed_images import Image, PlacedImage
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
-from workers.engine.requests import LENGTH, STOP, TURNS, Response, joined, not_sampled
+from workers.engine.requests import LENGTH, STOP, TURNS, Response, join_responses, not_sampled
 from workers.environment import Observation
 from workers.episodes.episode import Episode, play
 from workers.errors import EpisodeError
@@ -143,13 +143,13 @@ class Scripted:
 class Numbers:
     """A conversation in which a text is its numbers."""
 
-    def opened(self, prompt: Response, opening: str) -> Response:
-        return joined([prompt, not_sampled(ids(*map(int, opening.split())))])
+    def open(self, prompt: Response, opening: str) -> Response:
+        return join_responses([prompt, not_sampled(ids(*map(int, opening.split())))])
 
     def turn(self, turn_ids: np.ndarray, *, finished: bool) -> str:
         return " ".join(map(str, turn_ids.tolist()))
 
-    def observed(self, turn: Response, said: str, observation: str) -> tuple[Response, None]:
+    def observe(self, turn: Response, said: str, observation: str) -> tuple[Response, None]:
         return not_sampled(ids(*map(int, observation.split()))), None
 
 

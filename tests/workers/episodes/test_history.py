@@ -110,9 +110,9 @@ def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Playe
     renderer = Renderer(tokenizer)
     conversation = Conversation(renderer, ASKED, case.options, rewrites=rewrites)
     asked = not_sampled(np.array(renderer.ids(case.render(ASKED), "x"), np.int32))
-    prompt = conversation.opened(asked, "").ids
+    prompt = conversation.open(asked, "").ids
     response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
-    following, branch = conversation.observed(response, said, ANSWERS[case.role])
+    following, branch = conversation.observe(response, said, ANSWERS[case.role])
     ids = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
     return Played(
         prompt, following.ids, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation
@@ -171,10 +171,10 @@ def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
         if not number:
             conversation = Conversation(Renderer(tokenizer), ASKED, case.options, rewrites=True)
             asked = not_sampled(np.array(Renderer(tokenizer).ids(case.render(ASKED), "x"), np.int32))
-            prompt = conversation.opened(asked, "").ids
+            prompt = conversation.open(asked, "").ids
         turn = stock.apart(tokenizer, case.sampled_after(messages))
         response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
-        following, branch = conversation.observed(response, case.said, ANSWERS[role])
+        following, branch = conversation.observe(response, case.said, ANSWERS[role])
         messages += [case.said.message(), *ANSWERS[role]]
         prompt = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
         assert tokenizer.decode(prompt.tolist()) == case.render(messages)

@@ -72,7 +72,7 @@ def test_a_turn_of_two_requests_stops_where_one_would(
     turn = Response(
         turn.ids, turn.log_probs, turn.versions, STOP if alone else LENGTH, stop_string=bool(alone)
     )
-    found = thinking.stopped(turn, place, stop)
+    found = thinking.stop_at_text(turn, place, stop)
     end = min(ends, default=len(said))
     assert found.ids.tolist() == ids(said[:end]).tolist()
     assert (found.finish_reason, found.stop_string) == ((STOP, True) if ends else (LENGTH, False))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from workers.batch.dataproto import object_column
 from workers.batch.placed_images import Image, PlacedImage, keys
-from workers.batch.remote_batch import fetched
+from workers.batch.remote_batch import fetch_images
 
 PLACEHOLDER = 9
 
@@ -49,6 +49,6 @@ def test_the_bytes_of_an_image_are_not_compared():
 
 
 def test_the_bytes_of_images_are_read_without_a_ray():
-    found = fetched(object_column([(PlacedImage(Image(1, 2, 3, b"here"), 0, 1),)]))
+    found = fetch_images(object_column([(PlacedImage(Image(1, 2, 3, b"here"), 0, 1),)]))
     assert found[0][0].image.data == b"here"
     assert not ray.is_initialized()

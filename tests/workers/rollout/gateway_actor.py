@@ -67,7 +67,7 @@ class GatewayActor(ProbedActor):
         return {
             "kept": len(session.kept),
             "rows": session.rows(),
-            "told": session.told(),
+            "told": session.describe_turns(),
             "value": session.value,
         }
 

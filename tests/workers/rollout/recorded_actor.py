@@ -76,4 +76,4 @@ class RecordedActor(VllmEngineActor):
         """Return a session's rows and turns."""
         session = self.opened[name]
         await self._gateway.close(session)
-        return session.rows() if session.kept else [], session.told()
+        return session.rows() if session.kept else [], session.describe_turns()

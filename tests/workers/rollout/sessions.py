@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from workers.agents.session import Asked, Session
+from workers.agents.session import Session, SessionPrompt
 from workers.engine.requests import STOP, Response
 from workers.engine.session_record import Node
 
@@ -38,7 +38,7 @@ def response(numbers: Sequence[int] | range, version: int = 0, reason: str = STO
     return Response(tokens, -tokens.astype(np.float32) / 8, np.full(len(tokens), version, np.int32), reason)
 
 
-def prompt_of(session: Session, asked: Asked) -> np.ndarray:
+def prompt_of(session: Session, asked: SessionPrompt) -> np.ndarray:
     new = [int(word) for each in asked.messages[asked.covered :] for word in each["content"].split()]
     return np.concatenate([session.ids(asked.parent) if asked.parent else ids([]), ids(new)])
 
@@ -65,7 +65,7 @@ class Agent:
         asked = self.session.find(messages)
         assert asked.parent is (self.turns[extended][0] if extended >= 0 else None)
         prompt = prompt_of(self.session, asked)
-        node = self.session.recorded(asked, prompt)
+        node = self.session.claim_recorded(asked, prompt)
         if node is None:
             self.sampled += 1
             answer = response(range(self.next_id, self.next_id + tokens), version=number % 2)

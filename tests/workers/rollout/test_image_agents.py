@@ -26,11 +26,11 @@ from tests.workers.vision_families import pictures
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Placed
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
-from workers.images.images import decoded, url_of
+from workers.images.images import decode_image, url_of
 
 TOKENS = 12
 URLS = [url_of(picture) for picture in pictures()]
-DIGESTS = [decoded(url, "a test", (0, 2**20)).digest for url in URLS]
+DIGESTS = [decode_image(url, "a test", (0, 2**20)).digest for url in URLS]
 MORE: Any = {"role": "user", "content": "more?"}
 
 

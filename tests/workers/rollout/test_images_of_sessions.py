@@ -21,20 +21,20 @@ from transformers import AutoTokenizer
 from tests.workers.rollout.sessions import ids, response
 from tests.workers.vision_families import pictures
 from workers.agents.prompt_renderer import PromptRenderer
-from workers.agents.session import Asked, Session
-from workers.agents.session_requests import Opened
+from workers.agents.session import Session, SessionPrompt
+from workers.agents.session_requests import OpenSession
 from workers.batch.placed_images import Image, PlacedImage, keys
 from workers.engine.branches import branches_of
 from workers.engine.requests import Response
 from workers.engine.session_record import Node
 from workers.errors import DataError
-from workers.images.images import decoded, url_of
+from workers.images.images import decode_image, url_of
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer, with_urls
 
 PIXELS = (0, 2**20)
 URLS = [url_of(picture) for picture in pictures()]
-IMAGES = [decoded(url, "a test", PIXELS) for url in URLS]
+IMAGES = [decode_image(url, "a test", PIXELS) for url in URLS]
 END = "<|im_end|>"
 
 
@@ -57,7 +57,7 @@ class Gateway:
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.renderer = Renderer(tokenizer, placeholders=load_placeholders(str(model)))
         self.prompts, self.session = PromptRenderer(self.renderer), session or Session("s", max_turns=9)
-        self.opened = Opened(self.session, None, 0, {}, 0, pixels)  # type: ignore[arg-type]
+        self.opened = OpenSession(self.session, None, 0, {}, 0, pixels)  # type: ignore[arg-type]
 
     def read(self, *messages: Any) -> tuple[Any, Response]:
         return self.prompts.read(self.opened, self.prompts.messages(list(messages)), {})
@@ -65,7 +65,7 @@ class Gateway:
     def turn(self, answer: str, *messages: Any) -> tuple[Node, Response]:
         """Answer a request, from the record where that knows its prompt. Returns the turn and its prompt."""
         asked, prompt = self.read(*messages)
-        node = self.session.recorded(asked, prompt.ids, prompt.images)
+        node = self.session.claim_recorded(asked, prompt.ids, prompt.images)
         if node is None:
             sampled = response(self.renderer.ids(answer + END, "a test"))
             said = {"role": "assistant", "content": answer}
@@ -112,7 +112,7 @@ def test_turns_extend_their_ids_and_images(gateway: Gateway) -> None:
     other, _ = gateway.turn("four", first, said, asks(2, " or ", "this?"))
     assert other.parent == node.number
     assert [len(row) for row in gateway.session.row_images] == [5, 4, 2]
-    told = json.dumps(gateway.session.told())
+    told = json.dumps(gateway.session.describe_turns())
     assert "base64" not in told and f"{IMAGES[2].digest:016x}" in told and len(told) < 4000
 
 
@@ -157,7 +157,7 @@ def test_images_are_resized_as_the_data_s_are(vision_model: Callable[[str], Path
     gateway = Gateway(vision_model("qwen2_5_vl"), pixels=(0, 28 * 42))
     (placed,) = gateway.read(asks(0))[1].images
     assert (placed.image.width, placed.image.height) == (42, 28)
-    assert placed.image == decoded(placed.image.data, "a test", (0, 28 * 42))
+    assert placed.image == decode_image(placed.image.data, "a test", (0, 28 * 42))
 
 
 LOCAL, ELSEWHERE = "LOCAL/here.png", "nothing is fetched or read"
@@ -239,7 +239,7 @@ def test_rows_of_any_tree_hold_the_images_of_their_paths(turns: list[tuple[int, 
         images = (*before.images, *shown(chosen, len(before.ids)))
         prompt = np.concatenate([before.ids, new])
         node = session.add(
-            Asked([], parent=parent), prompt, response([100 + number]), number=number, images=images
+            SessionPrompt([], parent=parent), prompt, response([100 + number]), number=number, images=images
         )
         node.received = True
         assert session.whole(node).images == images
@@ -256,11 +256,13 @@ def test_rows_of_any_tree_hold_the_images_of_their_paths(turns: list[tuple[int, 
     again = Session("s", max_turns=9, record=pickle.loads(pickle.dumps(session.snapshot())))
     for node in nodes:
         whole = session.whole(node)
-        asked = Asked([], parent=again.path(again.nodes[node.parent])[-1] if node.parent >= 0 else None)
+        asked = SessionPrompt(
+            [], parent=again.path(again.nodes[node.parent])[-1] if node.parent >= 0 else None
+        )
         prompt = whole.ids[:-1]
         if node.images:
             others = (*whole.images[:-1], replace(whole.images[-1], image=Image(5, 28, 28, b"")))
-            assert again.recorded(asked, prompt, others) is None
-        claimed = again.recorded(asked, prompt, whole.images)
+            assert again.claim_recorded(asked, prompt, others) is None
+        claimed = again.claim_recorded(asked, prompt, whole.images)
         assert claimed is not None and claimed.replayed
         assert again.whole(claimed).images == whole.images

@@ -14,7 +14,7 @@ from workers.config.roles import RolloutConfig, SamplingConfig
 from workers.engine.requests import EpisodeStart, Response, SampleRequest
 from workers.errors import EpisodeError
 from workers.rollout.players import AgentPlayer
-from workers.rollout.results import Sample, played
+from workers.rollout.results import Sample, finish_session
 
 REQUEST = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5)
 PARTS = Score(0.5, "", {"tries": 2.0}, answer="8")
@@ -35,7 +35,7 @@ def session_of(finish_reasons: Sequence[str] = ("stop", "stop")) -> Session:
 
 
 def play(session: Session, given: Score | None, failure: str = "", *, needs_reward: bool = True) -> Sample:
-    return played(REQUEST, session, given, failure, needs_reward=needs_reward)
+    return finish_session(REQUEST, session, given, failure, needs_reward=needs_reward)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ OUTPUT_LAYER = "lm_head.weight"
 STACKED_EXPERTS = ".mlp.experts."
 
 
-def left_out(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
+def find_missing(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
     """Return parameters that an update has not brought, or only in part. Call it before vLLM finishes the
     update.
 
@@ -96,7 +96,7 @@ class _Translated:
         return self.model.load_weights(parts)
 
 
-def _tied(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _drop_tied(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Drop `lm_head.weight`, which a model with tied output (Gemma 2) refuses."""
     if name != OUTPUT_LAYER:
         yield name, weight
@@ -159,7 +159,7 @@ def _as_it_loads(model: nn.Module) -> Any:
     if isinstance(model, GptOssForCausalLM):
         return _Translated(model, _gpt_oss)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return model if any(name.endswith(OUTPUT_LAYER) for name in names) else _Translated(model, _tied)
+    return model if any(name.endswith(OUTPUT_LAYER) for name in names) else _Translated(model, _drop_tied)
 
 
 class CompleteUpdate(WeightTransferEngine[Any, Any]):
@@ -199,7 +199,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
 
     def _left_out(self, model: nn.Module) -> list[str]:
         is_frozen = self.vllm_config.additional_config[FROZEN_VISION]
-        return left_out(model, getattr(model, "_tower_model_names", ()) if is_frozen else ())
+        return find_missing(model, getattr(model, "_tower_model_names", ()) if is_frozen else ())
 
     def _put_in_place(self) -> None:
         super().finish_weight_update()

@@ -86,10 +86,10 @@ class DeltaPacker:
         """
         if not len(self._file):
             self._file = pack_weights(weights).copy()
-            return self._packed(None, 1.0)
+            return self._pack(None, 1.0)
         counts, changes, share = self._compare(weights)
         if share > DENSE:
-            return self._packed(None, share)
+            return self._pack(None, share)
         self._updates += 1
         check = check or self._updates % CHECK_EVERY == 0
         parts = [changes[begin] for begin in sorted(changes)]
@@ -98,9 +98,9 @@ class DeltaPacker:
         values = np.concatenate([part[1] for part in parts] or nothing)
         delta = WeightDelta(counts, offsets, values, checksum(self._file) if check else None)
         self._sent_bytes += delta.nbytes
-        return self._packed(delta if self._sent_bytes <= len(self._file) else None, share)
+        return self._pack(delta if self._sent_bytes <= len(self._file) else None, share)
 
-    def _packed(self, delta: WeightDelta | None, share: float) -> tuple["Payload", Metrics]:
+    def _pack(self, delta: WeightDelta | None, share: float) -> tuple["Payload", Metrics]:
         payload = self._file if delta is None else delta
         if delta is None:
             self._updates = self._sent_bytes = 0

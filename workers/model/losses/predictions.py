@@ -163,7 +163,7 @@ class Statistic:
     weight: float = 0.0
     count: str = ""
 
-    def merged_with(self, other: "Statistic") -> "Statistic":
+    def merge_with(self, other: "Statistic") -> "Statistic":
         if self.reduction is Reduction.MAX:
             return replace(self, value=torch.maximum(self.value, other.value))
         if self.reduction is Reduction.MIN:
@@ -196,7 +196,7 @@ def joined(parts: Iterable[Mapping[str, Statistic]]) -> Statistics:
     result: Statistics = {}
     for part in parts:
         for name, statistic in part.items():
-            result[name] = result[name].merged_with(statistic) if name in result else statistic
+            result[name] = result[name].merge_with(statistic) if name in result else statistic
     return result
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
-from workers.config.loss import DistillationConfig, check_policy_loss, undecorated
+from workers.config.loss import DistillationConfig, check_policy_loss, undecorated_error
 from workers.config.roles import LossConfig
-from workers.errors import ConfigError, DataError, quoted
+from workers.errors import ConfigError, DataError, quote
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
@@ -206,7 +206,7 @@ def _check_result(losses: Tensor, statistics: Statistics, predictions: Predictio
     for key, statistic in statistics.items():
         if not isinstance(statistic, Statistic):
             raise DataError(
-                f"policy loss {name} gave the statistic {quoted(key)} as {type(statistic).__name__}. "
+                f"policy loss {name} gave the statistic {quote(key)} as {type(statistic).__name__}. "
                 "Wrap it by mean(values) or total(value) of workers.model.losses."
             )
         if key in RESERVED_STATISTICS:
@@ -214,7 +214,7 @@ def _check_result(losses: Tensor, statistics: Statistics, predictions: Predictio
                 f"policy loss {name} gave the statistic {key!r}, a metric of every policy. Rename it."
             )
         if not isinstance(key, str):
-            raise DataError(f"policy loss {name} gave a statistic named {quoted(key)}. Name it by a text.")
+            raise DataError(f"policy loss {name} gave a statistic named {quote(key)}. Name it by a text.")
 
 
 def prepare(
@@ -251,4 +251,4 @@ def _registered(path: str) -> PolicyLoss:
     for loss in POLICY_LOSSES.values():
         if loss.function is function:
             return loss
-    raise undecorated(path)
+    raise undecorated_error(path)

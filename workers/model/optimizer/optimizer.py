@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from workers.config.optimizer import StepSettings
 from workers.config.roles import OptimizerConfig
 from workers.errors import ConfigError
-from workers.errors import named as named_error
+from workers.errors import describe_error as named_error
 from workers.model.copies import copies_of
 from workers.model.optimizer.muon import Muon
 from workers.user_code.functions import load

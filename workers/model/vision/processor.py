@@ -2,7 +2,7 @@
 joins them.
 """
 
-from workers.errors import named
+from workers.errors import describe_error
 from workers.images.placeholders import COMPARED, Placeholders, RefusedImages
 from workers.model.rules.families import IMAGES_SEE_AHEAD
 
@@ -23,5 +23,5 @@ def load_placeholders(path: str, compared: int = COMPARED) -> Placeholders | Non
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
-        return RefusedImages(path, f"its processor cannot be loaded: {named(error)}")
+        return RefusedImages(path, f"its processor cannot be loaded: {describe_error(error)}")
     return Placeholders(processor, path, compared) if hasattr(processor, "image_token") else None
