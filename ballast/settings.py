@@ -11,7 +11,7 @@ import yaml
 
 from controller.config import TrainingConfig, load_as
 from controller.config.file import leaves, settings
-from controller.config.yaml_text import shown
+from controller.config.yaml_text import show_value
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
@@ -44,18 +44,18 @@ def as_overrides(values: Values, keys: Collection[str]) -> list[str]:
             return [f"{key}={_yaml(key, value)}" for key, value in leaves(values, keys)]
         except RecursionError:
             raise ConfigError("a mapping of settings holds itself, or is nested too deep.") from None
-    return listed(
+    return check_list(
         "overrides", values, lambda value: isinstance(value, str), "a list of key.sub=value, or a mapping"
     )
 
 
-def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
+def check_list(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
     """Return an argument as a list. Raises ConfigError unless each item is allowed."""
     entries = (
         list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
     )
     if not all(map(allowed, entries)):
-        raise ConfigError(f"{name}={shown(values)}: expected {wanted}.")
+        raise ConfigError(f"{name}={show_value(values)}: expected {wanted}.")
     return entries
 
 
@@ -63,7 +63,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
     """Raise ConfigError unless the argument is of one of `types`."""
     if not isinstance(value, types):
         wanted = " or ".join(one.__name__ for one in types)
-        raise ConfigError(f"{name}={shown(value)}: expected {wanted}, not {type(value).__name__}.")
+        raise ConfigError(f"{name}={show_value(value)}: expected {wanted}, not {type(value).__name__}.")
 
 
 class _Dumper(yaml.SafeDumper):

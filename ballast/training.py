@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ballast.records import Records, data_file
-from ballast.settings import Values, listed, load_settings
+from ballast.settings import Values, check_list, load_settings
 from controller.config import Config, TrainingConfig
 from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.python_rewards import Reward, give_rewards, give_step
@@ -167,7 +167,7 @@ def _result(
     callbacks: Sequence["Callback"],
     prepare: Callable[[Sequence["Callback"]], Callable[[], None] | None],
 ) -> Result:
-    checked_callbacks = listed(
+    checked_callbacks = check_list(
         "callbacks", callbacks, callable, "a list of functions of a step and its metrics"
     )
     with handlers_kept():

@@ -18,8 +18,8 @@ from controller.engines.fleet import RestartBudget
 from controller.lifecycle.input_lines import prompt_lines, tried_lines
 from controller.lifecycle.inputs import Tried, try_inputs
 from controller.lifecycle.model_checks import check_models, numerics_lines
-from controller.lifecycle.session import exit_code, finished, prepare_start, run_training, session
-from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenized
+from controller.lifecycle.session import exit_code, is_finished, prepare_start, run_training, session
+from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenize_inputs
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import check_machine, run_on
@@ -67,7 +67,7 @@ def prepare(
     Raises ConfigError, DataError or ResourceError.
     """
     check(config, functions)
-    if finished(config, config.run.steps, f"run.steps={config.run.steps}"):
+    if is_finished(config, config.run.steps, f"run.steps={config.run.steps}"):
         return None
     return prepare_start(
         config,
@@ -118,7 +118,7 @@ def _input_lines(
     else:
         yield from tried_lines(config, trial)
         if read_model_files(config.model.path, "model.path").tokenizer:
-            inputs = tokenized(config, trial)
+            inputs = tokenize_inputs(config, trial)
             prompts += [tokens for source in inputs.sources for tokens in source.lengths]
             yield from prompt_lines(inputs)
     yield from numerics_lines(config)

@@ -15,7 +15,7 @@ from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
 from controller.observability.run_folder import step_file, thumbnails
 from controller.observability.run_record import RECORDED_SAMPLES
-from controller.observability.shown_text import other_columns, shown_prompt
+from controller.observability.shown_text import other_columns, show_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
@@ -168,7 +168,7 @@ class Run(TrainingRun[Config]):
         """
         key = self.config.data.prompt_key
         (prompt,) = self.buffer.prompts.take(int(uid), 1)
-        display_text = shown_prompt(prompt.columns[key], prompt.image_names)
+        display_text = show_prompt(prompt.columns[key], prompt.image_names)
         text = {"prompt": display_text, "record": other_columns(prompt.columns, key)}
         return text | ({"images": thumbnails(self.folder, prompt.images)} if prompt.images else {})
 

@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ballast.doctor import smoke_test
 from ballast.doctor.node_checks import GIB, look
-from ballast.doctor.report import Finding, Report, fail, joined, ok
+from ballast.doctor.report import Finding, Report, fail, merge_findings, ok
 from controller.config import Config
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.packages import distribution
 
 PACKAGES = ("torch", "ray", "transformers", "tensordict")
@@ -37,7 +37,7 @@ def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: boo
     gpus_seen = 0
     with report.guarding("nodes", "look at Ray's session folder, logs/"):
         gpus_seen = check_nodes(config, report, nodes, of_a_run)
-    report.add(offered(nodes, gpus_seen, config.uses_gpus))
+    report.add(check_offered(nodes, gpus_seen, config.uses_gpus))
     with report.guarding(
         "all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"
     ):
@@ -62,7 +62,7 @@ def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run:
     paths = config.model_paths if of_a_run else {}
     with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
         answers = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
-    report.add(*joined({address: findings for address, (findings, _) in answers.items()}))
+    report.add(*merge_findings({address: findings for address, (findings, _) in answers.items()}))
     return sum(gpus for _, gpus in answers.values())
 
 
@@ -141,10 +141,10 @@ def total(nodes: Sequence[Node], name: str) -> float:
     return float(sum(node["Resources"].get(name, 0.0) for node in nodes))
 
 
-def offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Finding:
+def check_offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Finding:
     """Report the resources that Ray offers. gpus_seen: by torch, on all nodes."""
     text = (
-        f"{counted(len(nodes), 'node')}, {total(nodes, 'CPU'):g} CPUs, {total(nodes, 'GPU'):g} GPUs, "
+        f"{count_noun(len(nodes), 'node')}, {total(nodes, 'CPU'):g} CPUs, {total(nodes, 'GPU'):g} GPUs, "
         f"object store of {min(map(_object_store_gib, nodes)):.1f} GiB on a node"
     )
     if on_gpus and total(nodes, "GPU") < max(1, gpus_seen):

@@ -82,7 +82,7 @@ def looking_at(name: str) -> AbstractContextManager[None]:
     return log_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
 
 
-def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
+def merge_findings(by_node: dict[str, list[Finding]]) -> list[Finding]:
     """Merge equal findings of several nodes, and name the nodes."""
     if len(by_node) == 1:
         return next(iter(by_node.values()))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ballast.loop.open_run import OpenRun
-from ballast.loop.start import prepared
+from ballast.loop.start import prepare_run
 from ballast.records import Records
 from ballast.settings import Values, load_settings
 from ballast.training import Settings, give_data
@@ -28,5 +28,5 @@ def open(
     """
     settings = load_settings(Config, config, overrides)
     give_data(settings, train, validation)
-    with handlers_kept(), prepared(settings, give_rewards(settings.reward, reward))() as run:
+    with handlers_kept(), prepare_run(settings, give_rewards(settings.reward, reward))() as run:
         yield run

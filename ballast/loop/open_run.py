@@ -26,7 +26,7 @@ from balancing import Plan
 from ballast.loop.lanes import Lanes
 from controller.data.prompts import Prompt, PromptDataset, PromptRules
 from controller.lifecycle.model_card import write_card
-from controller.observability.shown_text import other_columns, shown_prompt
+from controller.observability.shown_text import other_columns, show_prompt
 from controller.observability.step_metrics import update_throughput
 from controller.primitives import PassResult, Samples, part_of, token_batch, with_columns
 from controller.rollout.buffer import SamplingRound
@@ -149,7 +149,7 @@ class OpenRun:
         settings = sampling or self.config.rollout.sampling
         begin = partial(SamplingRound, run.buffer, parsed_prompts, n, settings, step, seed, adapter, version)
         future = self._lanes.sample(begin, adapter)
-        return _then(future, partial(self._sampled, by_uid, record))
+        return _then(future, partial(self._make_samples, by_uid, record))
 
     def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[PassResult]:
         """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them.
@@ -225,7 +225,7 @@ class OpenRun:
         """Save weights and optimiser state as runs/NAME/states/`name`, of `adapter` or else of all trained
         roles.
         """
-        folder = self.folder / STATES / _checked(name)
+        folder = self.folder / STATES / _check_name(name)
         methods = self._methods(adapter)
         return self._lanes.train(lambda: self._save(folder, methods, adapter))
 
@@ -235,7 +235,7 @@ class OpenRun:
         adapter: the LoRA policy that takes the state of one, whichever that was, while others stay as they
         are. The count of steps and the place in the data stay. Engines follow at the next `publish`.
         """
-        folder = self.folder / STATES / _checked(name)
+        folder = self.folder / STATES / _check_name(name)
         methods = self._methods(adapter)
 
         def load() -> None:
@@ -246,7 +246,7 @@ class OpenRun:
 
     def export(self, name: str = "model", *, adapter: str = "") -> Future[Path]:
         """Write the policy in Hugging Face format as runs/NAME/`name`."""
-        folder = self.folder / _checked(name)
+        folder = self.folder / _check_name(name)
         method = self._role("policy", adapter=adapter)
         return self._lanes.train(lambda: self._export(method, folder))
 
@@ -280,7 +280,7 @@ class OpenRun:
             return roles.reference_method
         if role not in roles.trained:
             raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
-        return partial(_method, roles.trained[role], adapter and _checked(adapter))
+        return partial(_method, roles.trained[role], adapter and _check_name(adapter))
 
     def _loss(self, loss: Any, role: str) -> Any:
         if loss is None:
@@ -321,7 +321,9 @@ class OpenRun:
             PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(0), uid=uid
         )
 
-    def _sampled(self, by_uid: Mapping[str, Prompt], record: bool, sampled_batch: RolloutBatch) -> Samples:
+    def _make_samples(
+        self, by_uid: Mapping[str, Prompt], record: bool, sampled_batch: RolloutBatch
+    ) -> Samples:
         buffer = self._run.buffer
         rollout = buffer.shape_rewards(buffer.without_dropped(sampled_batch))
         batch = with_record_columns(rollout.rows, by_uid, self.config.loss_columns)
@@ -334,11 +336,11 @@ class OpenRun:
             self._since.prompts |= by_uid
         return Samples(rollout, batch)
 
-    def _asked(self, prompts: Mapping[str, Prompt], uid: str) -> dict[str, str]:
+    def _prompt_texts(self, prompts: Mapping[str, Prompt], uid: str) -> dict[str, str]:
         columns = prompts[uid].columns
         key = self._rules.prompt_key
         return {
-            "prompt": shown_prompt(columns[key], prompts[uid].image_names),
+            "prompt": show_prompt(columns[key], prompts[uid].image_names),
             "record": other_columns(columns, key),
         }
 
@@ -387,7 +389,7 @@ class OpenRun:
         record.add(add_prefix("policy", results(merge(since.updates))))
         if since.rollouts:
             rollout = RolloutBatch.concat(since.rollouts)
-            record.samples(rollout, rollout.rows, partial(self._asked, since.prompts))
+            record.samples(rollout, rollout.rows, partial(self._prompt_texts, since.prompts))
             record.add(rollout.metrics())
         if since.trained is not None:
             record.trains_on(since.trained)
@@ -425,7 +427,7 @@ def _method(group: Any, adapter: str, name: str) -> Any:
     return getattr(group, name)
 
 
-def _checked(name: str) -> str:
+def _check_name(name: str) -> str:
     """Raise ConfigError for a name that is not one of a file in the run's folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ConfigError(f"name={name!r}: only letters, digits, `_`, `.` and `-` make a name. Change it.")

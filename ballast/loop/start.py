@@ -22,7 +22,7 @@ from controller.rollout.buffer import RolloutBuffer
 from workers.errors import ConfigError
 
 
-def prepared(
+def prepare_run(
     config: Config, functions: GivenFunctions = NONE_GIVEN
 ) -> Callable[[], AbstractContextManager[OpenRun]]:
     """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the
@@ -42,11 +42,11 @@ def prepared(
         return read_inputs(config, log, functions) if config.has_data else inputs_without_data(config)
 
     inputs, console = ready(config, read)
-    return partial(_started, config, inputs, console, lock_run(config, lambda: None))
+    return partial(_start, config, inputs, console, lock_run(config, lambda: None))
 
 
 @contextmanager
-def _started(
+def _start(
     config: Config, inputs: Inputs, console: Console, release: Callable[[], None]
 ) -> Iterator[OpenRun]:
     with ExitStack() as stack:

@@ -82,7 +82,7 @@ PER_DEVICE = "per_device_train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 
 
-def renamed(system: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def rename_keys(system: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys by their present names."""
     if system == "TRL":
         return apply_switches(recipe)

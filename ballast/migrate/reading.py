@@ -309,7 +309,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for word in [*words, "\n"]:
         match = OVERRIDE.fullmatch(word) or (is_behind_program and UNDOTTED.fullmatch(word))
         if match:
-            command.append((match[1], typed(match[2])))
+            command.append((match[1], parse_value(match[2])))
         elif word == "\n":
             if any("." in key for key, _ in command):
                 yield from command
@@ -345,11 +345,11 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
 
 def _flag_value(texts: Sequence[str]) -> Any:
     if len(texts) > 1:
-        return [typed(text) for text in texts]
-    return typed(texts[0]) if texts else True
+        return [parse_value(text) for text in texts]
+    return parse_value(texts[0]) if texts else True
 
 
-def typed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return the value as YAML reads it, or the text if it is not YAML."""
     if not text or text.lower() in ("no", "yes", "on", "off"):  # booleans of YAML 1.1 alone
         return text

@@ -14,8 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from ballast.migrate.commands import FIT, SFT, Command, Recognition, recognise_offline
-from ballast.migrate.offline import TABLES, defaults, derive_offline, is_derived, renamed
-from ballast.migrate.reading import typed
+from ballast.migrate.offline import TABLES, defaults, derive_offline, is_derived, rename_keys
+from ballast.migrate.reading import parse_value
 from ballast.migrate.rules import PLACES_OF_EPISODES
 from ballast.migrate.systems import derive, keys_of, prepare
 from controller.config import Config, load_as
@@ -157,7 +157,7 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     system = recognition.system
     command = recognition.command
     notes = getattr(recipe, "notes", ())
-    recipe = renamed(system, recipe)
+    recipe = rename_keys(system, recipe)
     migration = Migration(system, command, recognition.evidence)
     migration.open += notes
     tables = (TABLES[system], system)
@@ -230,7 +230,9 @@ def _rows(
             migration.unknown.append(f"{theirs}={text_of(value)}")
     named = {row.key for _, _, row, _ in entries}
     entries += [
-        (row.key, typed(row.default), row, False) for row in of_system if row.default and row.key not in named
+        (row.key, parse_value(row.default), row, False)
+        for row in of_system
+        if row.default and row.key not in named
     ]
     return sorted(
         entries,
@@ -254,7 +256,7 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
     in_table = all(text_of(one) in row.values for one in ones)
     for one in ones:
         if text_of(one) in row.values:
-            changes |= {key: typed(ours) for key, ours in row.values[text_of(one)].items()}
+            changes |= {key: parse_value(ours) for key, ours in row.values[text_of(one)].items()}
         elif not row.here:
             if is_given:
                 migration.without.append(f"{assignment}: {row.note}")
@@ -277,7 +279,7 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
 
 
 def _passed_on(migration: Migration, row: Counterpart, assignment: str, value: Any) -> dict[str, Any]:
-    value = typed(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
+    value = parse_value(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
     if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
         (key,), name = row.here, assignment.partition("=")[0].rpartition(".")[2].replace("-", "_")
         return {key: {**migration.settings.get(key, {}), name: value}}

@@ -15,7 +15,7 @@ from rich.table import Table
 from controller.lifecycle.session import exit_code
 from controller.observability.console import plain_console
 from controller.observability.run_folder import Row, RunFolder
-from controller.observability.session_tree import SHOWN, clean, drawn, is_whole, summary
+from controller.observability.session_tree import SHOWN, clean, draw_tree, is_whole, summary
 from controller.preflight.arguments import OneLineParser
 from workers.errors import ConfigError, DataError
 
@@ -60,7 +60,9 @@ def _show(arguments: Sequence[str] | None) -> None:
         raise DataError(
             f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}."
         )
-    view = _table(title, rows) if number is None else drawn(rows[number - 1], f"{title}, session {number}")
+    view = (
+        _table(title, rows) if number is None else draw_tree(rows[number - 1], f"{title}, session {number}")
+    )
     plain_console(sys.stdout).print(view, soft_wrap=False)
 
 

@@ -88,7 +88,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     folder: Path = parsed.folder
     run_config = settings(folder, parsed.overrides, trust_run=parsed.trust_run)
     start = start_before(folder, parsed.step, run_config.run.resume)
-    config = prepared(run_config, start)
+    config = replay_settings(run_config, start)
     recorded = next((row for row in RunFolder(folder).metrics if row["step"] == parsed.step), {})
     check_layout(config)
     check_models(config)
@@ -149,7 +149,7 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
         )
 
 
-def prepared(config: Config, start: Start) -> Config:
+def replay_settings(config: Config, start: Start) -> Config:
     """Return the replay's settings: load the checkpoint, without sampling, scoring, recording or saving."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, save_every=0, checkpoint_every=0)
@@ -184,10 +184,10 @@ def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console
         config = replace(config, run=replace(config.run, dir=written, name=f"{config.run.name}-replay"))
         roles = {"only": config.training_roles, "total_steps": config.total_optimizer_steps}
         with session(config, console, {}, **roles) as started:
-            return train_again(recorded_run(config, started, folder, cost_model), steps, make_step)
+            return train_again(open_recorded_run(config, started, folder, cost_model), steps, make_step)
 
 
-def recorded_run(config: Config, started: Session, folder: Path, cost_model: CostModel) -> "Run":
+def open_recorded_run(config: Config, started: Session, folder: Path, cost_model: CostModel) -> "Run":
     """Return a run that reads its samples from `folder`, and logs where engines and trainer differ."""
     from ballast.replay.recorded_buffer import RecordedBuffer, RecordedPrompts
     from controller.algorithm.logprob_check import LogProbCheck

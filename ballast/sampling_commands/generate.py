@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from controller.config.sampler import GenerateConfig
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.lifecycle.session import exit_code
 from controller.sampling.jobs import Job
 from controller.sampling.output import SAMPLES, Line
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
     del given_up
-    console.log(f"{job.config.run_folder / SAMPLES}: {counted(len(lines), 'sample')}")
+    console.log(f"{job.config.run_folder / SAMPLES}: {count_noun(len(lines), 'sample')}")
 
 
 if __name__ == "__main__":

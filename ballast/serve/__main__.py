@@ -1,7 +1,7 @@
 """`python -m ballast serve --config FILE [--port N] [--api-key-file FILE] [key.sub=value ...]`: see
 docs/serve.md.
 
-settings --prepared--> OpenRun <--Service-- HTTP on 127.0.0.1 <--Tinker's SDK
+settings --prepare_run--> OpenRun <--Service-- HTTP on 127.0.0.1 <--Tinker's SDK
 
 Exit codes: see `controller.fit`. 1 after a lost worker: start again, and the run goes on where it was.
 """
@@ -49,15 +49,15 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     options = parser.parse_args(None if arguments is None else list(arguments))
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"serve: the package {missing[0]} is missing. Install ballast-rl[serve].")
-    config = served(load(options.config, options.overrides))
+    config = server_settings(load(options.config, options.overrides))
     key = _given_key(options.api_key_file)
-    port = _bound(options.port)
-    from ballast.loop.start import prepared
+    port = _bind(options.port)
+    from ballast.loop.start import prepare_run
 
-    return partial(serve, prepared(config), port, key)
+    return partial(serve, prepare_run(config), port, key)
 
 
-def served(config: Config) -> Config:
+def server_settings(config: Config) -> Config:
     """Leave out prompts and rewards, which clients have, and resume. Raises ConfigError for what clients
     cannot set.
     """
@@ -90,7 +90,7 @@ def _given_key(file: Path | None) -> str:
     return key
 
 
-def _bound(port: int) -> socket.socket:
+def _bind(port: int) -> socket.socket:
     """Take a port before minutes are spent on models. Raises ConfigError."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

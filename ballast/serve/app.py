@@ -151,7 +151,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{API}/sessions/{{name}}/finish")
     async def finish(name: str) -> dict[str, Any]:
-        service.ended(name)
+        service.end_session(name)
         return {}
 
     @app.post(f"{API}/create_sampling_session")

@@ -48,12 +48,12 @@ class Checkpoints:
 
     def all(self, model: str = "") -> list[dict[str, Any]]:
         """List checkpoints of a model, or of all, newest first."""
-        checkpoints = [_described(path, at, None) for path, (_, _, at) in self.samplers.items()]
+        checkpoints = [_describe(path, at, None) for path, (_, _, at) in self.samplers.items()]
         for manifest in self.states.glob(f"[!.]*.train.*.*/policy/{MANIFEST}"):
             session, _, number, name = manifest.parents[1].name.split(".", 3)
             if (path := f"tinker://{session}:train:{number}/weights/{name}") not in self.deleted:
                 size = sum(file.stat().st_size for file in manifest.parents[1].glob("*/*"))  # bytes
-                checkpoints.append(_described(path, manifest.stat().st_mtime, size))
+                checkpoints.append(_describe(path, manifest.stat().st_mtime, size))
         checkpoints = [
             checkpoint for checkpoint in checkpoints if model in ("", checkpoint["tinker_path"].split("/")[2])
         ]
@@ -80,7 +80,7 @@ def oldest_step(run: Path) -> int:
     return min((int(path.name.removeprefix("step-")) for path in checkpoints_at(run)), default=0)
 
 
-def _described(path: str, at: float, size: int | None) -> dict[str, Any]:
+def _describe(path: str, at: float, size: int | None) -> dict[str, Any]:
     kind, name = path.rsplit("/", 2)[1:]
     description = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": TYPES[kind], "tinker_path": path}
     return description | {"time": at, "size_bytes": size, "public": False}

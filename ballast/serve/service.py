@@ -219,7 +219,7 @@ class Service:
         self._pending[name] = asyncio.wrap_future(begin(number))
         self._pending[name].add_done_callback(lambda done: self._pending.pop(name))
 
-    def _answered(
+    def _answer_when_done(
         self, number: int, future: Future[Any], make: Callable[[Any], Answer], *, step: bool = False
     ) -> Any:
         """Return a future that is done when the answer is on disk. step: an error of it ends the server."""
@@ -300,7 +300,7 @@ class Service:
             self._note(kind="model", name=name, session=request["session_id"], adapter=policy.adapter)
             policy.weights = 0
             answer = json_answer(model_id=name, type="create_model")
-            return self._answered(number, self._send(policy), lambda _: answer)
+            return self._answer_when_done(number, self._send(policy), lambda _: answer)
 
         return begin
 
@@ -317,8 +317,8 @@ class Service:
             batch = self._run.batch(rows)
             run = self._run
             if message.forward_only:
-                return self._answered(number, run.forward(batch, adapter=adapter), make)
-            return self._answered(number, run.forward_backward(batch, loss, adapter=adapter), make)
+                return self._answer_when_done(number, run.forward(batch, adapter=adapter), make)
+            return self._answer_when_done(number, run.forward_backward(batch, loss, adapter=adapter), make)
 
         return begin
 
@@ -333,7 +333,9 @@ class Service:
 
         def begin(number: int) -> Future[Answer]:
             policy.weights = number
-            return self._answered(number, self._run.step(adapter=policy.adapter, **settings), make, step=True)
+            return self._answer_when_done(
+                number, self._run.step(adapter=policy.adapter, **settings), make, step=True
+            )
 
         return begin
 
@@ -375,7 +377,9 @@ class Service:
 
         def begin(number: int) -> Future[Answer]:
             saved = _done() if exists else self._run.save(state, adapter=adapter)
-            return self._answered(number, saved, lambda _: json_answer(path=path, type="save_weights"))
+            return self._answer_when_done(
+                number, saved, lambda _: json_answer(path=path, type="save_weights")
+            )
 
         return begin
 
@@ -392,7 +396,7 @@ class Service:
                 self._note(kind="model", name=model, session=session, adapter=policy.adapter)
             policy.weights, self._loads[path] = number, self._steps
             loaded = self._run.load(state, optimizer=optimizer, adapter=policy.adapter)
-            return self._answered(
+            return self._answer_when_done(
                 number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights")
             )
 
@@ -418,7 +422,7 @@ class Service:
                 "path": path or None,
                 "sampling_session_id": sampler,
             }
-            return self._answered(number, sent, lambda _: json_answer(**answer))
+            return self._answer_when_done(number, sent, lambda _: json_answer(**answer))
 
         return begin
 
@@ -469,7 +473,7 @@ class Service:
             raise RefusedError(f"session_id={session!r:.80}: unknown. Create a session.", 404)
         self._sessions[session] = time.monotonic()
 
-    def ended(self, session: str) -> None:
+    def end_session(self, session: str) -> None:
         """Let another session take the models at once."""
         self._sessions.pop(session, None)
 

@@ -26,7 +26,7 @@ from controller.config.file import value_of
 from controller.config.functions import absolute
 from controller.config.role_table import LEARNING_ROLES
 from controller.config.sections import RewardConfig
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.data.questions import Questions
 from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
@@ -408,7 +408,7 @@ class _Launch:
                     0
                 ]
             if role == "policy":
-                ranks = counted(self.config.policy.data_parallel, "rank")
+                ranks = count_noun(self.config.policy.data_parallel, "rank")
                 self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
         return self.groups
 
@@ -417,7 +417,7 @@ def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) ->
     """Return a training role's constructor arguments. total_steps: optimiser steps, if the role learns."""
     spec = config.spec(role)
     settings = value_of(config, spec.settings_section)
-    models = {name: config.decided(model) for name, model in config.models_of(role).items()}
+    models = {name: config.decide_prefixes(model) for name, model in config.models_of(role).items()}
     arguments = {
         "model": next(iter(models.values())),
         "models": {} if "" in models else models,

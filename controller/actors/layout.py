@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from controller.config import Config, TrainingConfig
-from controller.config.training import counted
+from controller.config.training import count_noun
 
 Bundle = dict[str, float]
 
@@ -133,7 +133,7 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     if engines and engines * engine_gpus < shared:
         warnings.append(
             f"{shared - engines * engine_gpus} of the policy's {shared} GPUs are idle while "
-            f"{counted(engines, 'engine')} of {counted(engine_gpus, 'GPU')} generate. Set "
+            f"{count_noun(engines, 'engine')} of {count_noun(engine_gpus, 'GPU')} generate. Set "
             f"rollout.replicas=0. rollout.tensor_parallel must divide {shared}."
         )
     return warnings

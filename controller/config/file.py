@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from controller.config.aliases import previous_name
 from controller.config.suggestions import suggestion
 from controller.config.user_paths import with_user_paths
-from controller.config.yaml_text import check_scalars, read_yaml, shown, yaml_problem
+from controller.config.yaml_text import check_scalars, read_yaml, show_value, yaml_problem
 from workers.errors import ConfigError, Problems, raise_all
 
 Schema = TypeVar("Schema")
@@ -210,7 +210,7 @@ def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], sou
         row = previous_name(key, known_settings)
         if row is None:
             continue
-        new = row.values.get(shown(value))
+        new = row.values.get(show_value(value))
         if new is None and row.here and OmegaConf.select(part, row.here[0]) is None:
             new = {row.here[0]: value}
             new_names.append(f"{key} is now {row.here[0]}")
@@ -272,7 +272,7 @@ def _read_override(override: str, known_settings: Mapping[str, Setting]) -> Dict
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError) as error:
         if re.search(r"(^|[\[{:, ])\?\?\?($|[\]}, ])", value):  # which YAML reads as a key
             raise _not_set(key) from None
-        problem = f"{shown(value)} is not valid here ({yaml_problem(error)})"
+        problem = f"{show_value(value)} is not valid here ({yaml_problem(error)})"
         raise ConfigError(f"{key}: the value {problem}. Quote a text, as in {key}='\"...\"'.") from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
@@ -304,7 +304,7 @@ def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], sour
     # OmegaConf checks the type of ${...} after merging.
     deferred = isinstance(value, str) and (value == MISSING or "${" in value)
     if not deferred and not is_of_type(value, known[key].type):
-        raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
+        raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {show_value(value)}.")
 
 
 def _leaves(
@@ -321,7 +321,7 @@ def _leaves(
         is_section = key in sections
         if is_section and not isinstance(value, dict):
             raise ConfigError(
-                f"{source}{key} is a section and takes settings ({key}.NAME), not {shown(value)}."
+                f"{source}{key} is a section and takes settings ({key}.NAME), not {show_value(value)}."
             )
         if is_section or (isinstance(value, dict) and key not in known_settings):
             yield from _leaves(value, known_settings, source, f"{key}.")
@@ -418,5 +418,5 @@ def _check_ranges(config: Any, known_settings: Mapping[str, Setting]) -> None:
                 and (not setting.range or value > setting.highest)
             ):
                 limit = f"at most {setting.highest:,}{'' if setting.range else ' in size'}"
-            problems.append(ConfigError(f"{key} must be {limit}, not {shown(value)}."))
+            problems.append(ConfigError(f"{key} must be {limit}, not {show_value(value)}."))
     raise_all(problems)

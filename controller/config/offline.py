@@ -18,7 +18,7 @@ from controller.config.sections import (
     ResourcesConfig,
     TrackingConfig,
 )
-from controller.config.training import Limits, TrainingConfig, counted
+from controller.config.training import Limits, TrainingConfig, count_noun
 from workers.config.roles import (
     ModelConfig,
     OptimizerConfig,
@@ -268,8 +268,8 @@ class SftConfig(OfflineConfig):
     def headline(self) -> str:
         return (
             f"{self.model.path} on {self.data.train}: supervised, "
-            f"{counted(self.batch.sequences_per_step, 'sequence')} a step, "
-            f"{counted(self.policy.data_parallel, 'policy rank')}, {self.device}"
+            f"{count_noun(self.batch.sequences_per_step, 'sequence')} a step, "
+            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {self.device}"
         )
 
     @property
@@ -305,8 +305,8 @@ class PreferencesConfig(OfflineConfig):
     def headline(self) -> str:
         return (
             f"{self.model.path} on {self.data.train}: {self.loss.name}, "
-            f"{counted(self.batch.pairs_per_step, 'pair')} a step, "
-            f"{counted(self.policy.data_parallel, 'policy rank')}, {self.device}"
+            f"{count_noun(self.batch.pairs_per_step, 'pair')} a step, "
+            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {self.device}"
         )
 
     @property
@@ -339,8 +339,8 @@ class RewardTrainingConfig(OfflineConfig):
     def headline(self) -> str:
         return (
             f"{self.model.path} on {self.data.train}: reward model by {self.loss.name}, "
-            f"{counted(self.batch.records_per_step, 'record')} a step, "
-            f"{counted(self.policy.data_parallel, 'rank')}, {self.device}"
+            f"{count_noun(self.batch.records_per_step, 'record')} a step, "
+            f"{count_noun(self.policy.data_parallel, 'rank')}, {self.device}"
         )
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, cast
 from controller.config.file import LARGEST_FLOAT
 from controller.config.functions import GIVEN
 from controller.config.sections import RewardConfig, RunConfig
-from controller.config.yaml_text import shown
+from controller.config.yaml_text import show_value
 from workers.errors import ConfigError, describe_error
 from workers.user_code.functions import UserFunction, pickle_function, signature_of
 
@@ -42,7 +42,7 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     numbers = all(isinstance(weight, (int, float)) and abs(weight) <= LARGEST_FLOAT for weight in weights)
     if not numbers or not all(callable(f) or isinstance(f, str) for f in functions):
         raise ConfigError(
-            f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights."
+            f"reward={show_value(reward)}: expected a function, a list, or a mapping of functions to weights."
         )
     by_name: dict[str, RewardFunctionLike] = {}
     for function in functions:
@@ -52,7 +52,7 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     settings.function = "" if several else name_of(functions[0])
     settings.functions = dict(zip(by_name, map(float, weights), strict=True)) if several else {}
     return {
-        name: pickled_function(name, function)
+        name: pickle_reward(name, function)
         for name, function in by_name.items()
         if not isinstance(function, str)
     }
@@ -66,7 +66,7 @@ def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
     if step is None:
         return NONE_GIVEN
     if not callable(step) and not isinstance(step, str):
-        raise ConfigError(f"step={shown(step)}: expected a function of the run.")
+        raise ConfigError(f"step={show_value(step)}: expected a function of the run.")
     settings.step = name_of(step)
     try:
         return {} if isinstance(step, str) else {settings.step: UserFunction(b"", signature_of(step))}
@@ -84,7 +84,7 @@ def name_of(function: RewardFunctionLike) -> str:
     return GIVEN + (re.sub(r"\W", "", name) or "function")
 
 
-def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
+def pickle_reward(name: str, function: Callable[..., Any]) -> UserFunction:
     """Pickle a function by value with its module: a notebook's, a closure or a lambda.
 
     name: its name in settings. Raises ConfigError without a readable signature, or if it cannot be pickled.

@@ -29,7 +29,7 @@ from controller.config.sections import (
     TrackingConfig,
     ValidationConfig,
 )
-from controller.config.training import TrainingConfig, counted
+from controller.config.training import TrainingConfig, count_noun
 from workers.config.judge import POLICY
 from workers.config.roles import (
     CriticConfig,
@@ -71,9 +71,9 @@ class Config(TrainingConfig):
     def headline(self) -> str:
         return (
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: "
-            f"{self.algorithm.advantage}, {counted(self.batch.prompts_per_step, 'prompt')} x "
-            f"{counted(self.rollout.samples_per_prompt, 'sample')} a step, "
-            f"{counted(self.policy.data_parallel, 'policy rank')}, {counted(self.engines, 'engine')}, "
+            f"{self.algorithm.advantage}, {count_noun(self.batch.prompts_per_step, 'prompt')} x "
+            f"{count_noun(self.rollout.samples_per_prompt, 'sample')} a step, "
+            f"{count_noun(self.policy.data_parallel, 'policy rank')}, {count_noun(self.engines, 'engine')}, "
             f"{self.device}"
         )
 

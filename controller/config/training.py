@@ -19,7 +19,7 @@ from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesCo
 from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """Write a number with its noun: `1 engine`, `2 engines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -242,7 +242,7 @@ class TrainingConfig:
         """Tokens of the policy's embedding by its config.json, 0 if it does not say."""
         return int(read_model_files(self.model.path, "model.path").text.get("vocab_size") or 0)
 
-    def decided(self, model: ModelConfig) -> ModelConfig:
+    def decide_prefixes(self, model: ModelConfig) -> ModelConfig:
         """Resolve model.share_prefixes of a training role's model to `always` or `never`.
 
         Raises ConfigError if config.json is missing, or if prefixes cannot be shared although set to

@@ -69,7 +69,9 @@ def check_scalars(text: str, file: str = "", key: str = "") -> None:
             continue
         place = f"{file}, line {event.start_mark.line + 1}: " if file else f"{key}: "
         if re.search(r"(?<!\\)\$\{(?![\w.]+\})", event.value):
-            raise ConfigError(f"{place}of ${{...}} only other settings are read, not {shown(event.value)}.")
+            raise ConfigError(
+                f"{place}of ${{...}} only other settings are read, not {show_value(event.value)}."
+            )
         if event.tag or event.implicit[0]:
             if _SURPRISES.fullmatch(event.value):
                 raise ConfigError(
@@ -79,7 +81,7 @@ def check_scalars(text: str, file: str = "", key: str = "") -> None:
             if re.fullmatch(r"[-+]?[0-9_]{20,}", event.value):
                 digits = f"{len(event.value):,} digits"
                 raise ConfigError(
-                    f"{place}{shown(event.value)} has {digits}. Give a smaller number, or quote a text."
+                    f"{place}{show_value(event.value)} has {digits}. Give a smaller number, or quote a text."
                 )
 
 
@@ -91,7 +93,7 @@ def yaml_problem(error: Exception) -> str:
     return re.split(r" *(?:full_key:|in \"<)|\n", text)[0].rstrip(".")
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = "empty" if value is None else repr(value)

@@ -26,10 +26,10 @@ def isolated_order(function: UserFunction, timeout_s: float, records: list[Recor
     Raises ConfigError if it fails, DataError for other values.
     """
     with closing(IsolatedFunction(f"data.curriculum for epoch {epoch}", function, timeout_s)) as order:
-        return checked_numbers(order(records, epoch), len(records), f"data.curriculum for epoch {epoch}")
+        return check_numbers(order(records, epoch), len(records), f"data.curriculum for epoch {epoch}")
 
 
-def checked_numbers(order: Any, records: int, key: str) -> np.ndarray:
+def check_numbers(order: Any, records: int, key: str) -> np.ndarray:
     """Return `order` as int64 [prompts]. Raises DataError if it is empty or has numbers outside `records`."""
     numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
@@ -63,7 +63,7 @@ class SampledPrompts:
         """
         self.kept = state or nothing_chosen(position)
         if self.kept["chosen"]:
-            checked_numbers(self.kept["chosen"], len(self._dataset), "data.sampler: the checkpoint's prompts")
+            check_numbers(self.kept["chosen"], len(self._dataset), "data.sampler: the checkpoint's prompts")
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return prompts from place `start` on. Chooses those beyond the last place, all in one call.
@@ -110,5 +110,5 @@ def choose(
         raise DataError(
             f"{sampler.key}: it returned {quote(value)}. Return {count} record numbers, and a state."
         )
-    numbers = checked_numbers(value[0], records, sampler.key).tolist()
+    numbers = check_numbers(value[0], records, sampler.key).tolist()
     return state | {"chosen": state["chosen"] + numbers, "state": value[1], "results": []}

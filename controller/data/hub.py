@@ -53,11 +53,11 @@ def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
     """Yield every record and its name, for messages. Raises DataError, with advice, if the data set cannot be
     read.
     """
-    for number, record in enumerate(_loaded(path, dataset), start=1):
+    for number, record in enumerate(_load(path, dataset), start=1):
         yield f"{path} record {number}", record
 
 
-def _loaded(path: str, dataset: HubDataset) -> Any:
+def _load(path: str, dataset: HubDataset) -> Any:
     if find_spec("datasets") is None or int(version("datasets").partition(".")[0]) < OLDEST:
         raise DataError(
             f"there is no file or folder {path}. A data set of the hub of that name is read by the package "

@@ -44,7 +44,7 @@ class Prompt:
 
     @property
     def image_names(self) -> list[str]:
-        return [shown_image(image.image) for image in self.images]
+        return [show_image(image.image) for image in self.images]
 
 
 class Prompts(Protocol):
@@ -129,14 +129,14 @@ class PromptDataset:
     def _add(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> None:
         place = f"{self.name} record {index}"
         source = str(record.get(rules.source_key, self.name))
-        ids = self._tokenized(record, renderer, rules, index)
+        ids = self._tokenize(record, renderer, rules, index)
         if ids is None:
             return
         values = record.get(rules.image_key) or ()
         images = renderer.read_images(values, rules.image_pixels, str(data_folder(self.name)), place)
         ids, placed = renderer.expand(ids, images, place)
         if images:
-            record = record | {rules.image_key: list(map(shown_image, images))}
+            record = record | {rules.image_key: list(map(show_image, images))}
         if len(ids) > rules.max_prompt_tokens and rules.overlong_prompts == "truncate":
             if images:
                 raise DataError(
@@ -148,10 +148,10 @@ class PromptDataset:
         if len(ids) > rules.max_prompt_tokens:
             self._leave_out(f"{len(ids)} prompt tokens", rules, index)
             return
-        taught = self._taught(record, renderer, place) if rules.context_key else ids[:0]
+        taught = self._teacher_ids(record, renderer, place) if rules.context_key else ids[:0]
         self._prompts.append((ids, record, source, taught, placed))
 
-    def _tokenized(
+    def _tokenize(
         self, record: Record, renderer: Renderer, rules: PromptRules, index: int
     ) -> np.ndarray | None:
         prompt = record[rules.prompt_key]
@@ -164,7 +164,7 @@ class PromptDataset:
         messages = with_system_prompt(prompt, rules.system_prompt, place)
         return renderer.prompt_ids(messages, place, rules.options_of(record, place))
 
-    def _taught(self, record: Record, renderer: Renderer, place: str) -> np.ndarray:
+    def _teacher_ids(self, record: Record, renderer: Renderer, place: str) -> np.ndarray:
         if record.get(self._rules.image_key):
             raise DataError(
                 f"{place} has images, which teacher.context_key does not support. Remove one of them."
@@ -270,12 +270,12 @@ def _image_tokens(images: Placed) -> int:
     return sum(image.tokens for image in images)
 
 
-def shown_image(image: Image) -> str:
+def show_image(image: Image) -> str:
     """Name a prompt's image, whose data are an ImageSource, and its size."""
     return f"{image.data.name} {image.width} x {image.height}"
 
 
-def left_out(name: str, unreadable: Sequence[str]) -> list[str]:
+def warn_of_left_out(name: str, unreadable: Sequence[str]) -> list[str]:
     """Return a warning about records that were left out because of an image, if any. unreadable:
     the reasons.
     """

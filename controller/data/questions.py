@@ -1,7 +1,7 @@
 """Questions: what a judge reads. The policy writes the responses in them, which may hold instructions to the
 judge.
 
-record, response --quoted--> <response> ... </response> --template of reward.judge.prompt--> text
+record, response --quote--> <response> ... </response> --template of reward.judge.prompt--> text
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.observability.shown_text import shown_prompt
+from controller.observability.shown_text import show_prompt
 from workers.chat_templates import read_template
 from workers.config.judge import JudgeConfig
 from workers.errors import ConfigError, describe_error
@@ -36,7 +36,7 @@ response, or [[C]] if they are equal.\
 {% endif %}"""
 
 
-def quoted(tag: str, text: str, special: Iterable[str] = ()) -> str:
+def quote(tag: str, text: str, special: Iterable[str] = ()) -> str:
     r"""Return `text` between tags that it cannot close: a backslash breaks such tags in it, `<\/response>`.
 
     special: texts that the judge's tokenizer would read as tokens such as the end of a turn. They are broken
@@ -78,8 +78,8 @@ class Questions:
         record.
         """
         names = ("response",) if len(responses) == 1 else ("response_a", "response_b")
-        texts = {"prompt": shown_prompt(record[self._prompt_key]), **dict(zip(names, responses, strict=True))}
-        quotes = {name: quoted(name, text, self._special) for name, text in texts.items()}
+        texts = {"prompt": show_prompt(record[self._prompt_key]), **dict(zip(names, responses, strict=True))}
+        quotes = {name: quote(name, text, self._special) for name, text in texts.items()}
         variables = {**record, **self._grades, **quotes}
         try:
             return self._template.render(variables)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from controller.data.data_files import check_beginning, data_files
 from controller.data.hub import hub_dataset, hub_records
-from controller.observability.shown_text import shortened
+from controller.observability.shown_text import shorten
 from controller.observability.slow_work import Log, count_if_slow
 from workers.chat_messages import check_not_blank, clean_prompt
 from workers.errors import DataError, clause, why_not_json
@@ -75,26 +75,26 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
     """Iterate lazily over the records. Raises as `read_records`."""
     if package_of(path):
         for number, record in enumerate(task_records(path), start=1):
-            yield _checked(record, f"{path} record {number}", prompt_key, image_key)
+            yield _check(record, f"{path} record {number}", prompt_key, image_key)
         return
     if dataset := hub_dataset(path):
         for place, record in hub_records(path, dataset):
-            yield _checked(_without_added(record), place, prompt_key, image_key)
+            yield _check(_without_added(record), place, prompt_key, image_key)
         return
     try:
         files = data_files(path)
     except OSError as error:
-        raise DataError(f"{shortened(path, 80)} cannot be read: {error.strerror or error}.") from None
+        raise DataError(f"{shorten(path, 80)} cannot be read: {error.strerror or error}.") from None
     for file in files:
         try:
             check_beginning(file)
             for place, record in READERS[file.suffix](file):
-                yield _checked(record, place, prompt_key, image_key)
+                yield _check(record, place, prompt_key, image_key)
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
 
 
-def _checked(record: Any, place: str, prompt_key: str, image_key: str) -> Record:
+def _check(record: Any, place: str, prompt_key: str, image_key: str) -> Record:
     if not isinstance(record, dict) and not prompt_key:
         raise DataError(f"{place} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
@@ -121,7 +121,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                record = _parsed(line, f"{file}:{number}")
+                record = _parse_json(line, f"{file}:{number}")
                 if isinstance(record, list):
                     raise DataError(
                         f"{file}:{number} is a list in place of a record a line. Rename the file to .json."
@@ -133,7 +133,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
     if _holds_a_record_a_line(file):
         yield from _json_lines(file)
         return
-    content = _parsed(file.read_bytes(), str(file))
+    content = _parse_json(file.read_bytes(), str(file))
     if not isinstance(content, list):
         raise DataError(f"{file} must be a list of records, or hold one record a line.")
     for number, record in enumerate(content, start=1):
@@ -158,7 +158,7 @@ def _holds_a_record_a_line(file: Path) -> bool:
             return False
 
 
-def _parsed(text: bytes, place: str) -> Any:
+def _parse_json(text: bytes, place: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:  # also of bytes that are not UTF-8

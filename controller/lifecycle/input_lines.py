@@ -2,7 +2,7 @@
 
 from controller.config import Config
 from controller.config.file import value_of
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.data.prompts import PromptDataset
 from controller.lifecycle.chat_inputs import tool_name
 from controller.lifecycle.inputs import Tried
@@ -10,7 +10,7 @@ from controller.lifecycle.judge_inputs import question
 from controller.lifecycle.template_report import short_lines
 from controller.lifecycle.tokenized_inputs import Inputs
 from controller.lifecycle.user_functions import Records
-from controller.observability.shown_text import redacted, shortened
+from controller.observability.shown_text import redact, shorten
 from workers.batch.score import Score
 from workers.config.roles import HTTP
 from workers.environment import as_text
@@ -24,7 +24,7 @@ def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
     agent = config.rollout.agent or ("" if tried_inputs.answered else config.rollout.environment)
     return [
         *(
-            f"{path}: {counted(len(rows), 'record')}"
+            f"{path}: {count_noun(len(rows), 'record')}"
             for path, rows in (tried_inputs.train | tried_inputs.held_out).items()
         ),
         *_epoch_lines(config, tried_inputs.train),
@@ -32,7 +32,7 @@ def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
         *([_score_line(tried_inputs.score)] if tried_inputs.score else []),
         *(_episode_lines(tried_inputs.answered) if tried_inputs.answered else []),
         *(
-            quoted("the judge reads:", question(config, next(iter(tried_inputs.train.values()))[0]))
+            quote_lines("the judge reads:", question(config, next(iter(tried_inputs.train.values()))[0]))
             if tried_inputs.parser
             else []
         ),
@@ -79,14 +79,14 @@ def _episode_lines(answered: Answered) -> list[str]:
     parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
     end = ", which ends the episode" if observation.done else ""
     return [
-        *quoted("the environment adds to the first prompt:", as_text(answered.opening)),
+        *quote_lines("the environment adds to the first prompt:", as_text(answered.opening)),
         f"the environment's reward of an empty response: {observation.reward:g}{parts}{end}",
-        *([] if observation.done else quoted("its observation:", as_text(observation.text))),
+        *([] if observation.done else quote_lines("its observation:", as_text(observation.text))),
     ]
 
 
-def quoted(title: str, text: str) -> list[str]:
-    excerpt = shortened(redacted(text), LONGEST_SHOWN)
+def quote_lines(title: str, text: str) -> list[str]:
+    excerpt = shorten(redact(text), LONGEST_SHOWN)
     return [title, *(f"    {line}" for line in excerpt.split("\n"))] if text else []
 
 
@@ -98,7 +98,7 @@ def _score_line(score: Score) -> str:
 
 def prompt_lines(inputs: Inputs) -> list[str]:
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
-    quote = quoted("the first prompt, as engines read it:", inputs.first_prompt)
+    quote = quote_lines("the first prompt, as engines read it:", inputs.first_prompt)
     return [
         *quote,
         *(_tokens_line(dataset) for dataset in datasets),
@@ -113,7 +113,7 @@ def _tokens_line(dataset: PromptDataset) -> str:
         for count, change in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))
     ]
     return (
-        f"{dataset.name}: {counted(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
+        f"{dataset.name}: {count_noun(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
         f"{sum(tokens) / len(tokens):.0f} on average; above data.max_prompt_tokens: {', '.join(changed)}"
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def heeded() -> list[signal.Signals]:
+def heeded_signals() -> list[signal.Signals]:
     """Return `SIGNALS` except those ignored on purpose, as `nohup` ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -75,7 +75,7 @@ class Interrupts:
         self._logging = threading.Thread(target=self._log_lines, name="interrupts", daemon=True)
         self._logging.start()
         if in_main_thread():
-            self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
+            self._handlers = {number: signal.signal(number, self._handle) for number in heeded_signals()}
         return self
 
     def __exit__(

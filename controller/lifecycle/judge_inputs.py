@@ -12,7 +12,7 @@ from controller.config.functions import requested_columns
 from controller.config.model_files import read_model_files
 from controller.data.questions import Questions
 from controller.data.records import Record
-from controller.lifecycle.user_functions import imported, waiting
+from controller.lifecycle.user_functions import import_function, waiting
 from controller.observability.slow_work import Log
 from workers.chat_templates import template_of
 from workers.errors import ConfigError
@@ -44,7 +44,7 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
         return RewardFunction("parser", 1.0, packed, ())
     key = "reward.judge.parser"
     name = settings.function
-    parser = imported(config, log, key, name)
+    parser = import_function(config, log, key, name)
     return RewardFunction(
         "parser", 1.0, parser.packed, requested_columns(parser.signature, first, name, key=key)
     )

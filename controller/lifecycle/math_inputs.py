@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from controller.config import Config
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.data.records import Record
 from controller.lifecycle.user_functions import Records, waiting
 from controller.observability.slow_work import Log
@@ -25,11 +25,11 @@ def answer_warnings(config: Config, data: Records, log: Log = print) -> tuple[st
     lines = list[str]()
     for path, records in data.items():
         with waiting(log, f"math-verify, which reads answers of {path}", config):
-            lines += _examined(config, path, records)
+            lines += _examine(config, path, records)
     return tuple(lines)
 
 
-def _examined(config: Config, path: str, records: Sequence[Record]) -> list[str]:
+def _examine(config: Config, path: str, records: Sequence[Record]) -> list[str]:
     places = range(0, len(records), -(-len(records) // MOST_EXAMINED))
     answers = [records[place].get(COLUMN) for place in places]
     limit_s = config.resources.user_code_timeout_s
@@ -39,7 +39,7 @@ def _examined(config: Config, path: str, records: Sequence[Record]) -> list[str]
         )
     except NoAnswerError as error:
         raise ConfigError(f"reward.function={MATH}: reading the answers of {path} {error}.") from None
-    share = f"of {counted(len(answers), 'examined answer')}"
+    share = f"of {count_noun(len(answers), 'examined answer')}"
     lines = list[str]()
     if examined["refused"]:
         place, reason = examined["refused"][0]

@@ -328,7 +328,7 @@ def numerics_lines(config: TrainingConfig) -> Iterator[str]:
                 f"{limit / GIB:.1f}). The run checks it at its start"
             )
         else:
-            largest, unit = _measured(role)
+            largest, unit = _measure(role)
             rows = f"{role.model.layout} rows of {role.key}"
             yield f"numerics: {rows} match the model's own forward pass within {largest:.1e}{unit}"
 
@@ -348,7 +348,7 @@ def _most_bytes() -> float:
     return min(MOST_BYTES, SHARE_OF_MEMORY * psutil.virtual_memory().available)
 
 
-def _measured(role: Role) -> tuple[float, str]:
+def _measure(role: Role) -> tuple[float, str]:
     import torch
     from transformers.utils import logging
 

@@ -4,7 +4,7 @@ from controller.config import Config
 from controller.config.functions import requested_columns
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.data.records import Record
-from controller.lifecycle.user_functions import imported, waiting
+from controller.lifecycle.user_functions import import_function, waiting
 from controller.observability.slow_work import Log
 from controller.preflight.algorithm_checks import check_keep_best
 from workers.batch.score import Score
@@ -29,7 +29,7 @@ def reward_functions(
     problems = Problems()
     for name, weight in config.reward.weights.items():
         with problems.collecting():
-            function = call_functions.get(name) or imported(config, log, key, name)
+            function = call_functions.get(name) or import_function(config, log, key, name)
             columns = requested_columns(function.signature, example, name, key=key)
             functions.append(RewardFunction(name.rpartition(":")[2], weight, function.packed, columns))
     problems.raise_all()
@@ -67,7 +67,7 @@ def find_agent(config: Config, log: Log) -> bytes:
     name = config.rollout.agent
     if not name or name == HTTP:
         return b""
-    agent = imported(config, log, key, name)
+    agent = import_function(config, log, key, name)
     if len(agent.signature.required) > len(AGENT_TAKES) or len(agent.signature.names) < len(AGENT_TAKES):
         raise ConfigError(
             f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so."

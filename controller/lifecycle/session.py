@@ -30,7 +30,7 @@ from controller.checkpoints.run_lock import lock_run
 from controller.config import TrainingConfig, to_yaml
 from controller.config.role_table import LEARNING_ROLES
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.interrupts import heeded, in_main_thread
+from controller.lifecycle.interrupts import heeded_signals, in_main_thread
 from controller.lifecycle.local_ray import ray_folder, started_apart
 from controller.lifecycle.model_checks import check_models
 from controller.observability.run_folder import RunFolder
@@ -71,7 +71,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 
     prepare: reads, checks, and returns the function that starts the run, or None.
     """
-    for number in heeded():
+    for number in heeded_signals():
         signal.signal(number, interrupt)
     try:
         try:
@@ -167,7 +167,7 @@ def session(
             yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
 
 
-def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
+def is_finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
     """Whether a resumed run has no steps left, and say so. setting: `key=value` that determines
     `last_step`.
     """

@@ -20,8 +20,8 @@ from controller.data.prompts import (
     PromptMixture,
     PromptRules,
     Prompts,
-    left_out,
-    shown_image,
+    show_image,
+    warn_of_left_out,
 )
 from controller.data.records import Record
 from controller.data.unread_columns import CHATS, names_in, unread_columns
@@ -59,10 +59,10 @@ class Inputs(Tried):
 
 
 def read_inputs(config: Config, log: Log = print, call_functions: GivenFunctions = NONE_GIVEN) -> Inputs:
-    return tokenized(config, try_inputs(config, log, call_functions), log)
+    return tokenize_inputs(config, try_inputs(config, log, call_functions), log)
 
 
-def tokenized(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
+def tokenize_inputs(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
     renderer, rules = prompt_renderer(config, tried_inputs.tools, log)
@@ -118,7 +118,7 @@ def tokenized(config: Config, tried_inputs: Tried, log: Log = print) -> Inputs:
             *(
                 line
                 for source in (*sources, *validation)
-                for line in left_out(source.name, source.unreadable)
+                for line in warn_of_left_out(source.name, source.unreadable)
             ),
         ),
     )
@@ -229,7 +229,7 @@ def _as_read(tokenizer: Any, prompt: Prompt) -> str:
     for image in prompt.images:
         texts += [
             tokenizer.decode(prompt.ids[start : image.first]),
-            f"[{shown_image(image.image)}: {image.tokens} tokens]",
+            f"[{show_image(image.image)}: {image.tokens} tokens]",
         ]
         start = image.first + image.tokens
     return "".join([*texts, tokenizer.decode(prompt.ids[start:])])

@@ -41,7 +41,7 @@ def waiting(log: Log, subject: str, config: TrainingConfig, setting: str = TIMEO
         yield
 
 
-def imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
+def import_function(config: Config, log: Log, key: str, name: str) -> UserFunction:
     with waiting(log, f"the import of {name}, {key}", config):
         return find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
 
@@ -50,7 +50,7 @@ def find_step(config: Config, log: Log = print, functions: GivenFunctions = NONE
     """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
     key = "run.step"
     name = config.run.step
-    function = functions.get(name) or imported(config, log, key, name)
+    function = functions.get(name) or import_function(config, log, key, name)
     if not function.signature.names or len(function.signature.required) > 1:
         raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
     return function.packed
@@ -61,7 +61,7 @@ def find_functions(config: Config, log: Log = print, settings: Sequence[str] = t
     functions = {}
     for key in settings:
         if name := value_of(config, key):
-            function = imported(config, log, key, name)
+            function = import_function(config, log, key, name)
             isolated = IsolatedFunction(f"{key}={name!r}", function, config.resources.user_code_timeout_s)
             functions[key] = SampleFunction(isolated, function.signature.names, FORMS[key])
     return functions
@@ -130,7 +130,7 @@ def try_curriculum(config: Config, train: Records, log: Log) -> Curriculum | Non
     if not name:
         return None
     curriculum = partial(
-        isolated_order, imported(config, log, key, name), config.resources.user_code_timeout_s
+        isolated_order, import_function(config, log, key, name), config.resources.user_code_timeout_s
     )
     with waiting(log, f"{key}, tried on the first epoch", config):
         for rows in train.values():
@@ -145,7 +145,7 @@ def try_sampler(config: Config, train: Records, log: Log) -> Callable[[PromptDat
     if not name:
         return None
     (rows,), count, seed = train.values(), config.batch.prompts_per_step, config.run.seed
-    function = imported(config, log, key, name)
+    function = import_function(config, log, key, name)
     requested_names(key, name, function.signature, SAMPLER_TAKES)
     make = partial(IsolatedFunction, f"{key}={name!r}", function, config.resources.user_code_timeout_s)
     with waiting(log, f"{key}, tried on two steps", config), closing(make(records=rows)) as sampler:

@@ -9,8 +9,8 @@
 
 In a log, a pipe or a notebook there are only lines, one a minute during a slow step.
 
-    metrics --cells--> [Cell] --fitted--> [Cell] that fit the width --StepTable--> a row
-                                                                    --labelled--> a plain line
+    metrics --cells--> [Cell] --fit_cells--> [Cell] that fit the width --StepTable--> a row
+                                                                    --label_cells--> a plain line
 """
 
 import math
@@ -31,7 +31,7 @@ from rich.tree import Tree
 
 from controller.observability.health import LEAST_MISMATCH
 from controller.observability.run_folder import Row
-from controller.observability.session_tree import drawn, summary
+from controller.observability.session_tree import draw_tree, summary
 from controller.observability.slow_work import log_if_slow
 
 Metrics = Mapping[str, float]
@@ -117,7 +117,7 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
     ]
 
 
-def fitted(cells: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> list[Cell]:
+def fit_cells(cells: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> list[Cell]:
     """Return the cells that fit `width` characters. length: characters of a cell."""
     row_cells = list(cells)
     while len(row_cells) > 1 and sum(map(length, row_cells)) + len(GAP) * (len(row_cells) - 1) > width:
@@ -125,10 +125,10 @@ def fitted(cells: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> 
     return row_cells
 
 
-def labelled(cells: Sequence[Cell], width: int | None = None) -> str:
+def label_cells(cells: Sequence[Cell], width: int | None = None) -> str:
     """Write labels and values in a line, all of them without `width`."""
     form = "{0.label} {0.value}".format
-    row_cells = cells if width is None else fitted(cells, width, lambda cell: len(form(cell)))
+    row_cells = cells if width is None else fit_cells(cells, width, lambda cell: len(form(cell)))
     return GAP.join(map(form, row_cells))
 
 
@@ -150,7 +150,7 @@ class StepTable:
             self.widths[cell.label] = max(
                 self.widths.get(cell.label, NARROWEST), len(cell.label), len(cell.value)
             )
-        row_cells = fitted(cells, width, lambda cell: self.widths[cell.label])
+        row_cells = fit_cells(cells, width, lambda cell: self.widths[cell.label])
         widths = [self.widths[cell.label] for cell in row_cells]
         header = _align([cell.label for cell in row_cells], widths)
         row = _align([cell.value for cell in row_cells], widths)
@@ -233,7 +233,7 @@ class Console:
         self.kept: TextIO | None = None  # the log that also gets lines and tables
 
     @contextmanager
-    def kept_in(self, log: TextIO) -> Iterator[None]:
+    def keep_in(self, log: TextIO) -> Iterator[None]:
         """Also write lines and tables to `log`, as plain text, during the block."""
         self.kept = log
         try:
@@ -358,11 +358,11 @@ class Console:
         lines = (
             self._table.lines(row_cells, width)
             if self._console.is_interactive
-            else [labelled(row_cells, width)]
+            else [label_cells(row_cells, width)]
         )
         for line in lines:
             self._console.print(Text(line, "" if line is lines[-1] else "dim"), soft_wrap=True)
-        self._keep(labelled(times + cells(metrics, lambda label: True)))
+        self._keep(label_cells(times + cells(metrics, lambda label: True)))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
         self.log(
@@ -379,7 +379,7 @@ class Console:
             table.add_column(name, justify="right")
         for row in rows:
             if "session" in row:
-                self._print(drawn(row, "session"), soft_wrap=False)
+                self._print(draw_tree(row, "session"), soft_wrap=False)
                 continue
             numbers = summary(row)
             table.add_row(

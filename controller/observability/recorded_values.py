@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from controller.observability.shown_text import message_text, shortened
+from controller.observability.shown_text import message_text, shorten
 
 
 def finite(value: float) -> float | None:
@@ -17,7 +17,7 @@ def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[dict[s
     most = max(1, longest // sum(1 + len(node["messages"]) for node in nodes))
 
     def text_of(message: Mapping[str, Any]) -> str:
-        return shortened(message_text(message), most)
+        return shorten(message_text(message), most)
 
     records = []
     for node in nodes:

@@ -29,13 +29,13 @@ from balancing.analysis.lengths_file import recorded_arguments, run_step
 from balancing.analysis.statistics import ideal_time, predicted_grids
 from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.observability.failures import cause_of
 from controller.observability.health import warnings
 from controller.observability.metric_table import spec_of
 from controller.observability.run_folder import Row, RunFolder, check_run_folder
 from controller.observability.session_tree import Entry, entries, headline, is_whole
-from controller.observability.shown_text import redacted, shortened
+from controller.observability.shown_text import redact, shorten
 
 FILE = "report.html"
 TEXT = 600  # characters of a prompt, or a response, in a table
@@ -137,15 +137,15 @@ def write_report(folder: Path) -> Path:
     loader = PackageLoader("controller.observability", ".")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     page = environment.get_template(FILE).render(
-        name=redacted(config.run.name),
-        lead=redacted(config.headline),
+        name=redact(config.run.name),
+        lead=redact(config.headline),
         cards=_cards(run, config),
         warnings=[*warnings(run.metrics, samples=config.samples), *failure_lines(run)],
         sections=_sections(run, config),
         tables=[table for table in _tables(run) if table.rows],
         sessions=_sessions(run),
         command="`--settings` behind the command explains every key",
-        config=redacted((folder / "config.yaml").read_text(encoding="utf-8")),
+        config=redact((folder / "config.yaml").read_text(encoding="utf-8")),
     )
     (folder / FILE).write_text(page, encoding="utf-8")
     return folder / FILE
@@ -159,9 +159,9 @@ def failure_lines(run: RunFolder) -> list[str]:
     lines = []
     for (kind, _), rows in by_cause.items():
         count = sum(row["count"] for row in rows)
-        steps = counted(len({row["step"] for row in rows}), "step")
-        first = shortened(str(rows[0]["first"]), TEXT)
-        lines.append(redacted(f"{kind}: {count} in {steps}, the first at step {rows[0]['step']}: {first}"))
+        steps = count_noun(len({row["step"] for row in rows}), "step")
+        first = shorten(str(rows[0]["first"]), TEXT)
+        lines.append(redact(f"{kind}: {count} in {steps}, the first at step {rows[0]['step']}: {first}"))
     return lines
 
 
@@ -198,7 +198,7 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
     if not run.lengths:
         return sections
     sections.append(Section("Lengths", _charts(_lengths(run))))
-    seconds = ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))
+    seconds = ("Where the time of a step goes", lambda axes: _stack_phases(axes, run))
     if config.planned_ranks == 1:  # no rank waits
         sections.append(Section("Time", _charts([seconds])))
     else:
@@ -346,7 +346,7 @@ def _lengths(run: RunFolder) -> list[Panel]:
     return [("Sequence length over steps", over_steps), ("Sequence lengths, first and last step", histogram)]
 
 
-def _stacked_phases(axes: Axes, run: RunFolder) -> None:
+def _stack_phases(axes: Axes, run: RunFolder) -> None:
     """Stack the seconds of the phases, and leave the rest of a step white."""
     step_curve = run.curve("time/step_s")
     names = [name for name in PHASES if f"time/{name}_s" in run.names]
@@ -413,9 +413,8 @@ def _by_reward(run: RunFolder) -> Table:
     ordered = sorted(responses, key=_reward)
     half = SHOWN_SAMPLES // 2
     ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
-    note = (
-        f"{origin}: {len(ends)} of {counted(len(responses), 'response')}, the lowest and the highest rewards."
-    )
+    total = count_noun(len(responses), "response")
+    note = f"{origin}: {len(ends)} of {total}, the lowest and the highest rewards."
     expected = {"expected": CODE} if any(map(expected_answer, ends)) else {}
     return Table(title, note, RESPONSE | expected | {"reward": NUMBER}, _rows(ends, run.path))
 
@@ -433,7 +432,7 @@ def _sessions(run: RunFolder) -> list[tuple[str, list[Entry]]]:
     last = max((row["step"] for row in run.samples), default=0)
     rows = enumerate((row for row in run.samples if row["step"] == last and is_whole(row)), start=1)
     return [
-        (redacted(f"step {last}, session {number}: {headline(row)}"), entries(row, TEXT))
+        (redact(f"step {last}, session {number}: {headline(row)}"), entries(row, TEXT))
         for number, row in rows
         if "session" in row or "turns" in row
     ]
@@ -455,11 +454,11 @@ def _page_row(row: Row, folder: Path) -> dict[str, Any]:
         "tokens": f"{row.get('response_tokens') or 0:,}",
         "seconds": f"{row.get('seconds') or 0:.2f}",
         "reward": f"{_reward(row):.3f}",
-        "expected": redacted(shortened(expected_answer(row), TEXT)),
+        "expected": redact(shorten(expected_answer(row), TEXT)),
         "images": [as_url(file) for file in files if file.is_file()],
     }
     for name in RESPONSE:
-        page_row[name] = redacted(shortened(str(row.get(name, "")), TEXT))
+        page_row[name] = redact(shorten(str(row.get(name, "")), TEXT))
     return page_row
 
 

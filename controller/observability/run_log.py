@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from controller.observability.run_folder import LOG
-from controller.observability.shown_text import redacted
+from controller.observability.shown_text import redact
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
@@ -57,7 +57,7 @@ class RunLog(io.TextIOBase):
         *lines, rest = (getattr(self._parts, "rest", "") + text).split("\n")
         self._parts.rest = rest
         for line in lines:
-            self._write_line(redacted(CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2]))
+            self._write_line(redact(CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2]))
         return len(text)
 
     def _write_line(self, line: str) -> None:
@@ -106,7 +106,7 @@ def run_log(folder: Path, console: "Console") -> Iterator[None]:
     log.write(f"=== {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {' '.join(sys.argv)}\n")
     output, errors = (cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr))
     try:
-        with redirect_stdout(output), redirect_stderr(errors), console.kept_in(log):
+        with redirect_stdout(output), redirect_stderr(errors), console.keep_in(log):
             yield
     except BaseException as end:
         log.write(f"{'stopped' if isinstance(end, KeyboardInterrupt) else 'error'}: {end}\n")

@@ -1,7 +1,7 @@
 """Draw a recorded sample as a tree: who said what, what was sampled, and what it earned.
 
     Session.describe_turns --as_recorded--> row of samples.jsonl or validation/step-N.jsonl
-    row --headline, entries--> [Entry] --drawn--> terminal, or report.html
+    row --headline, entries--> [Entry] --draw_tree--> terminal, or report.html
 
 A response, or an episode, is a tree of one path.
 """
@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from controller.observability.run_folder import Row
-from controller.observability.shown_text import redacted, shortened
+from controller.observability.shown_text import redact, shorten
 
 log = logging.getLogger(__name__)
 SHOWN = 240  # characters of a text in a tree
@@ -112,11 +112,11 @@ def _facts(node: Row, row: Row) -> str:
 
 def clean(text: str, longest: int) -> str:
     """Return what a terminal may print of `text`: cut, without secrets and control characters."""
-    excerpt = shortened(redacted("\n".join(text.strip().splitlines())), longest).expandtabs(4)
+    excerpt = shorten(redact("\n".join(text.strip().splitlines())), longest).expandtabs(4)
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in excerpt)
 
 
-def drawn(row: Row, title: str) -> Tree:
+def draw_tree(row: Row, title: str) -> Tree:
     """Draw a row for a terminal."""
     tree = Tree(Text(f"{title}\n{headline(row)}", "bold"), guide_style="dim")
     _grow(tree, entries(row))

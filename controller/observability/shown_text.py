@@ -18,18 +18,18 @@ PATTERNS = (
 """(found, replacement): the password of a URL, and tokens by the prefixes of services."""
 
 
-def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+def redact(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
     """Mask every secret in the texts of `value`, also in lists, tuples and values of mappings."""
     if isinstance(value, str):
-        return _masked(value, environment)
+        return _mask(value, environment)
     if isinstance(value, Mapping):
-        return {key: redacted(part, environment) for key, part in value.items()}
+        return {key: redact(part, environment) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redacted(part, environment) for part in value]
+        return [redact(part, environment) for part in value]
     return value
 
 
-def _masked(text: str, environment: Mapping[str, str]) -> str:
+def _mask(text: str, environment: Mapping[str, str]) -> str:
     secrets = [
         value for name, value in environment.items() if TELLING.search(name) and len(value) >= SHORTEST
     ]
@@ -40,13 +40,13 @@ def _masked(text: str, environment: Mapping[str, str]) -> str:
     return text
 
 
-def shortened(text: str, longest: int) -> str:
+def shorten(text: str, longest: int) -> str:
     """Return `text`, or its first `longest` characters and the number of others."""
     rest = len(text) - longest
     return text if rest <= 0 else f"{text[:longest]} ... ({rest:,} more characters)"
 
 
-def shown_prompt(prompt: Any, images: Sequence[str] = ()) -> str:
+def show_prompt(prompt: Any, images: Sequence[str] = ()) -> str:
     """Write a prompt, text or chat messages, as text: a paragraph per message. images: their
     names, in order.
     """

@@ -220,11 +220,11 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     names = _columns(rows)
     lines = [names, ["---"] * len(names)]
     for row in rows:
-        lines.append([_escaped(row.get(name, "")) for name in names])
+        lines.append([_escape(row.get(name, "")) for name in names])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _escaped(value: Any) -> str:
+def _escape(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(_cell(value))
     return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 

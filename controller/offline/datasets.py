@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 
 from controller.config.offline import LearnedDataConfig, OfflineDataConfig
-from controller.data.prompts import epoch_order, left_out
+from controller.data.prompts import epoch_order, warn_of_left_out
 from controller.observability.slow_work import Log, count_if_slow
-from controller.offline.tokenized import Example, Row, example_row, expanded, scored_row
+from controller.offline.tokenized import Example, Row, example_row, expand_images, scored_row
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Placed, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, store_images
@@ -59,7 +59,9 @@ class SequenceDataset:
             place = record_name(name, index)
             pairs = [(make_row(renderer, example, place), example) for example in record]
             try:
-                self._add(tuple(expanded(renderer, *pair, place) for pair in pairs), record, settings, place)
+                self._add(
+                    tuple(expand_images(renderer, *pair, place) for pair in pairs), record, settings, place
+                )
             except ImageError as error:
                 unreadable.append(str(error))
         if unreadable and not self._items:
@@ -74,7 +76,7 @@ class SequenceDataset:
             raise DataError(
                 f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key."
             )
-        self.warnings = left_out(name, unreadable)
+        self.warnings = warn_of_left_out(name, unreadable)
         self.warnings += [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (
             equal > 0
         )

@@ -12,7 +12,7 @@ from balancing import CostModel
 from controller.checkpoints.progress import check_same_data
 from controller.config import load_as
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.data.data_files import data_folder
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
@@ -20,9 +20,9 @@ from controller.data.records import Record, read_records
 from controller.data.unread_columns import CHATS, names_in, unread_columns
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.chat_inputs import TRIED_PROMPTS, try_template
-from controller.lifecycle.input_lines import quoted
+from controller.lifecycle.input_lines import quote_lines
 from controller.lifecycle.model_checks import check_models, numerics_lines
-from controller.lifecycle.session import finished, prepare_start, run_training, session
+from controller.lifecycle.session import is_finished, prepare_start, run_training, session
 from controller.lifecycle.tokenized_inputs import load_renderer
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
@@ -81,7 +81,7 @@ def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Call
     """Check everything, and return the function that starts the run, or None if no steps are left."""
     check_offline(config)
     # run.steps sets the end before the data is read, run.epochs needs the number of records.
-    if config.run.steps and finished(config, config.run.steps, config.length_setting):
+    if config.run.steps and is_finished(config, config.run.steps, config.length_setting):
         return None
     return prepare_start(
         config,
@@ -94,7 +94,7 @@ def dry_run(config: OfflineConfig, *, everything: bool) -> None:
     print(describe(config, everything=everything))
     print("\n== inputs ==", flush=True)
     inputs = read_inputs(config)
-    print("\n".join(quoted("the first record, as the model reads it:", inputs.first_text)))
+    print("\n".join(quote_lines("the first record, as the model reads it:", inputs.first_text)))
     for dataset in filter(None, (inputs.train, inputs.validation)):
         print("\n".join(_dataset_lines(dataset)))
     for warning in inputs.warnings:
@@ -106,8 +106,8 @@ def dry_run(config: OfflineConfig, *, everything: bool) -> None:
 def _dataset_lines(dataset: SequenceDataset) -> list[str]:
     tokens = dataset.lengths
     return [
-        f"{dataset.name}: {counted(len(dataset) + dataset.dropped, 'record')}",
-        f"    {counted(len(tokens), 'sequence')} of {min(tokens)} to {max(tokens)} tokens, "
+        f"{dataset.name}: {count_noun(len(dataset) + dataset.dropped, 'record')}",
+        f"    {count_noun(len(tokens), 'sequence')} of {min(tokens)} to {max(tokens)} tokens, "
         f"{sum(tokens) / len(tokens):.0f} on average; {dataset.dropped} above data.max_tokens dropped",
     ]
 
@@ -229,7 +229,7 @@ def run(
     from controller.offline.steps import STEPS
     from controller.training_loop import train
 
-    if finished(config, config.steps_over(len(inputs.train)), config.length_setting):
+    if is_finished(config, config.steps_over(len(inputs.train)), config.length_setting):
         return
     lines = [f"warning: {warning}" for warning in inputs.warnings]
     for dataset in filter(None, (inputs.train, inputs.validation)):

@@ -79,7 +79,7 @@ def reading_images(
     return tuple(new_examples)
 
 
-def expanded(renderer: Renderer, row: Row, example: Example, place: str) -> tuple[Row, Placed]:
+def expand_images(renderer: Renderer, row: Row, example: Example, place: str) -> tuple[Row, Placed]:
     """Give a row its images' tokens, of which none is learned. Raises as `Renderer.expand`."""
     ids, placed = renderer.expand(row["input_ids"], [source.image() for source in example.images], place)
     return {name: spread(values, placed) for name, values in row.items()} | {"input_ids": ids}, placed

@@ -293,7 +293,7 @@ class Planner:
 
     def _shares(self, role: str) -> bool:
         if role not in self._sharing:
-            models = map(self.config.decided, self.config.models_of(role).values())
+            models = map(self.config.decide_prefixes, self.config.models_of(role).values())
             self._sharing[role] = all(model.share_prefixes == "always" for model in models)
         return self._sharing[role]
 

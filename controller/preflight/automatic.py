@@ -43,7 +43,7 @@ def _attention(config: TrainingConfig) -> str:
 
 
 def _share_prefixes(config: TrainingConfig) -> str:
-    return config.decided(config.model).share_prefixes
+    return config.decide_prefixes(config.model).share_prefixes
 
 
 def _gradient_checkpointing(config: TrainingConfig) -> str:

@@ -21,7 +21,7 @@ from controller.actors.layout import Bundle, Pool, pools, role_requests, sum_res
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from controller.config.file import settings, value_of
-from controller.observability.shown_text import shortened
+from controller.observability.shown_text import shorten
 from workers.engine.placement import ranks_of_engine
 from workers.errors import ConfigError, ResourceError
 
@@ -74,11 +74,11 @@ def parse_cluster(text: str) -> Cluster:
             continue
         if match is None:
             names = ", ".join(("nodes", "gpus", "gpu", "cpus", "memory_gib", *FIGURES))
-            raise ConfigError(f"--cluster: {shortened(part, 40)!r} is none of {names}. Write {FORM}.")
+            raise ConfigError(f"--cluster: {shorten(part, 40)!r} is none of {names}. Write {FORM}.")
         number = float(match.group(2))
         if number > LARGEST_FIGURE or (not number and match.group(1) in FIGURES):
             raise ConfigError(
-                f"--cluster: {shortened(part, 40)}: must be above 0 and at most {LARGEST_FIGURE:,.0f}."
+                f"--cluster: {shorten(part, 40)}: must be above 0 and at most {LARGEST_FIGURE:,.0f}."
             )
         _set_once(numbers, match.group(1), int(number) if number.is_integer() else number)
     if name := numbers.get("gpu"):
@@ -91,7 +91,7 @@ def parse_cluster(text: str) -> Cluster:
         )
     if numbers["nodes"] * max(1, numbers.get("gpus", 0)) > LARGEST_NODES:
         raise ConfigError(
-            f"--cluster: {shortened(text, 60)}: more than {LARGEST_NODES:,} GPUs or nodes. Give fewer."
+            f"--cluster: {shorten(text, 60)}: more than {LARGEST_NODES:,} GPUs or nodes. Give fewer."
         )
     return Cluster(**numbers)
 

@@ -14,7 +14,7 @@ from controller.config.conditions import Conditions, effect_words
 from controller.config.file import Setting, settings
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
-from controller.config.training import Limits, counted
+from controller.config.training import Limits, count_noun
 from controller.preflight.automatic import automatic_choices
 from controller.preflight.describe_fit import fits_lines
 
@@ -91,7 +91,7 @@ def _role_line(request: RoleRequest) -> str:
     last = request.actors - 1
     bundles = "0" if last == 0 else f"0..{last}"
     place = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
-    return f"{request.role}: {counted(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {place}"
+    return f"{request.role}: {count_noun(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {place}"
 
 
 def _sizes(config: TrainingConfig) -> list[str]:
@@ -112,10 +112,11 @@ def _offline_sizes(config: OfflineConfig) -> list[str]:
     length = (
         f"{config.run.steps} steps"
         if config.run.steps
-        else f"{counted(config.run.epochs, 'epoch')} of data.train"
+        else f"{count_noun(config.run.epochs, 'epoch')} of data.train"
     )
+    ranks = count_noun(config.policy.data_parallel, "rank")
     return [
-        f"a step: {counted(count, 'sequence')} over {counted(config.policy.data_parallel, 'rank')}, at most "
+        f"a step: {count_noun(count, 'sequence')} over {ranks}, at most "
         f"{count * config.longest_sequence:,} tokens",
         f"the run: {length}, written to {config.run_folder}",
     ]
@@ -129,7 +130,7 @@ def _sampling_sizes(config: Config) -> list[str]:
     return [
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
         f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
-        f"a mini-batch: {spread} sequences over {counted(config.policy.data_parallel, 'rank')}; "
+        f"a mini-batch: {spread} sequences over {count_noun(config.policy.data_parallel, 'rank')}; "
         f"{len(sizes)} a step{passes}",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
         f"{config.longest_sequence} tokens. Engines take {config.max_model_tokens}",

@@ -16,7 +16,7 @@ from balancing.time_model.memory import Needs, engine_holds, fullest_gib, traini
 from controller.actors.layout import sum_reserved
 from controller.config import Config, TrainingConfig
 from controller.config.file import settings, value_of
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.preflight.memory import USABLE_SHARE
 from controller.preflight.time_inputs import needs_of, shape_of, training_layout
 
@@ -37,7 +37,7 @@ def fits_lines(config: TrainingConfig) -> list[str]:
     engines = config.engines if isinstance(config, Config) else 0
     cores = len(os.sched_getaffinity(0))
     return [
-        f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {counted(cores, 'CPU core')})"
+        f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {count_noun(cores, 'CPU core')})"
     ]
 
 
@@ -46,7 +46,7 @@ def _lines_of_gpus(config: TrainingConfig) -> list[str]:
     available = config.gpus
     nodes = max(1, ceil(requested / NODE))
     if config.joins_cluster:
-        verdict = f"unknown until the run asks Ray's cluster for {counted(requested, 'GPU')}"
+        verdict = f"unknown until the run asks Ray's cluster for {count_noun(requested, 'GPU')}"
     elif not available:
         verdict = f"unknown, because this machine has no GPUs and the run uses {requested}"
     elif requested > available:

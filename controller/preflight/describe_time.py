@@ -13,7 +13,7 @@ from balancing.time_model import Efficiency, Layout, StepTime
 from balancing.time_model.search import Problem
 from controller.config import Config
 from controller.preflight.cluster import Cluster
-from controller.preflight.time_fit import fitted_to
+from controller.preflight.time_fit import fit_to_run
 from controller.preflight.time_inputs import (
     DEFAULT,
     drawn_lengths,
@@ -87,7 +87,7 @@ def read_problem(
     devices = cluster.gpus or int(cluster.cpus)
     machine_line = f"one {machine.name} of {cluster.nodes} x {devices}: figures of its data sheet"
     if options.measured:
-        machine, efficiency, machine_line = fitted_to(options.measured, machine)
+        machine, efficiency, machine_line = fit_to_run(options.measured, machine)
     responses = drawn_lengths(options.response_tokens, config.longest_response)
     source = (
         options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"

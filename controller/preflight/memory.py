@@ -153,7 +153,7 @@ def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
     if answer_file.is_file():
         return Memory(json.loads(answer_file.read_text()))
     with log_if_slow(print, "measuring the memory on a simulated GPU, once for this layout"):
-        memory = _measured(trace_request)
+        memory = _run_trace(trace_request)
     if not memory.problem:
         keep_answer(answer_file, json.dumps(memory.roles))
     return memory
@@ -252,7 +252,7 @@ def _cache_file(trace_request: Mapping[str, Any]) -> Path:
     return cache_file("memory", trace_request, sorted([*WORKERS.rglob("*.py"), *filter(None, source_files)]))
 
 
-def _measured(trace_request: Mapping[str, Any]) -> Memory:
+def _run_trace(trace_request: Mapping[str, Any]) -> Memory:
     roles, problem = ask_module("workers.model.memory.memory_trace", trace_request, TIMEOUT_S)
     if problem:
         return Memory({}, problem)

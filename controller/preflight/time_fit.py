@@ -24,14 +24,16 @@ WARM_UP = 3
 Record = dict[str, Any]
 
 
-def fitted_to(folder: Path, machine: Machine) -> tuple[Machine, Efficiency, str]:
-    """Return a machine and efficiencies fitted to a run, and a line that says so. Raises as `measured`."""
-    machine, efficiency = fit([measured(folder)], machine)
+def fit_to_run(folder: Path, machine: Machine) -> tuple[Machine, Efficiency, str]:
+    """Return a machine and efficiencies fitted to a run, and a line that says so. Raises as
+    `read_measurements`.
+    """
+    machine, efficiency = fit([read_measurements(folder)], machine)
     errors = ", ".join(f"{name} within {share:.0%}" for name, share in efficiency.spread.items())
     return machine, efficiency, f"{machine.name}, fitted to {folder}: {errors}"
 
 
-def measured(folder: Path) -> Measured:
+def read_measurements(folder: Path) -> Measured:
     """Read what a run of `controller.fit` without staleness shows. Raises ConfigError, or DataError without
     records.
     """

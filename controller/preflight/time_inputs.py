@@ -63,7 +63,7 @@ def training_layout(config: TrainingConfig) -> Layout:
         max_tokens=config.policy.max_tokens_per_micro_batch,
         recomputed=RECOMPUTED[ATTENTION_KEPT if kept else model.gradient_checkpointing],
         compiled=compiled,
-        shared_prompts=config.decided(model).share_prefixes == "always",
+        shared_prompts=config.decide_prefixes(model).share_prefixes == "always",
         engines=0,
         engine_gib=0.0,
         placement="apart",

@@ -15,7 +15,7 @@ import numpy as np
 
 from controller.algorithm.validation_metrics import ScoredResponse
 from controller.observability.recorded_values import as_recorded
-from controller.observability.shown_text import other_columns, shortened, shown_prompt
+from controller.observability.shown_text import other_columns, shorten, show_prompt
 from controller.observability.step_metrics import session_metrics
 from workers.batch.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.batch.remote_batch import IMAGES, RemoteBatch, places, store_images
@@ -178,8 +178,8 @@ class RolloutBatch:
                 {"reward": score.reward} | score.parts,
                 score.answer,
                 {
-                    "prompt": shown_prompt(prompts[uid].columns[prompt_key], prompts[uid].image_names),
-                    "record": shortened(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
+                    "prompt": show_prompt(prompts[uid].columns[prompt_key], prompts[uid].image_names),
+                    "record": shorten(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
                     "response": score.response,
                 }
                 | _record_turns(score, sys.maxsize),
@@ -204,8 +204,8 @@ class RolloutBatch:
             score = scores[row]
             record = {name: self.batch[name][row].item() for name in EXAMPLE_COLUMNS}
             for name, text in texts_of(record["uid"]).items():
-                record[name] = shortened(text, characters)
-            record["response"] = shortened(score.response, characters)
+                record[name] = shorten(text, characters)
+            record["response"] = shorten(score.response, characters)
             record |= _record_turns(score, characters)
             if score.failure:
                 record["failure"] = score.failure
@@ -428,7 +428,7 @@ def _record_turns(score: Score, longest: int) -> dict[str, Any]:
     """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's
     session, and the judge's answer.
     """
-    record: dict[str, Any] = {"judgement": shortened(score.judgement, longest)} if score.judgement else {}
+    record: dict[str, Any] = {"judgement": shorten(score.judgement, longest)} if score.judgement else {}
     if score.session:
         return record | {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
     most = max(1, longest // max(1, len(score.turns)))
@@ -437,7 +437,7 @@ def _record_turns(score: Score, longest: int) -> dict[str, Any]:
 
 
 def _shorten_texts(texts: Mapping[str, str], longest: int) -> dict[str, str]:
-    return {name: shortened(text, longest) for name, text in texts.items()}
+    return {name: shorten(text, longest) for name, text in texts.items()}
 
 
 def newly_sampled(batch: RemoteBatch) -> RemoteBatch:

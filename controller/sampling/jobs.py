@@ -13,12 +13,12 @@ from controller.config import Config, load_as
 from controller.config.python_rewards import GivenFunctions, Reward, give_rewards
 from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
-from controller.config.training import counted
+from controller.config.training import count_noun
 from controller.data.prompts import Prompt
 from controller.lifecycle.input_lines import prompt_lines
 from controller.lifecycle.inputs import try_inputs
 from controller.lifecycle.model_checks import check_models
-from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenized
+from controller.lifecycle.tokenized_inputs import Inputs, read_inputs, tokenize_inputs
 from controller.observability.slow_work import Log
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import check_machine
@@ -161,13 +161,13 @@ def describe_job(schema: type[SamplerConfig], request: JobRequest) -> str:
     return "\n".join(
         [
             f"model: {written or config.model.path}",
-            f"data: {', '.join(config.data.weights)}, {counted(prompts, 'prompt')}",
+            f"data: {', '.join(config.data.weights)}, {count_noun(prompts, 'prompt')}",
             f"samples: {samples * prompts:,}, {samples} of each prompt; {options}, at most "
             f"{sampling.max_new_tokens} new tokens ({config.sampling_key})",
             f"rewards: {', '.join(rewards) or 'none'}",
             f"engines: {config.engines}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",
             *(f"warning: {line}" for line in idle_gpus(config, config.gpus)),
-            *prompt_lines(tokenized(config, trial)),
+            *prompt_lines(tokenize_inputs(config, trial)),
         ]
     )

@@ -31,7 +31,7 @@ from controller.config import load
 from controller.data.records import read_records
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import Cluster
-from controller.preflight.time_fit import WARM_UP, measured
+from controller.preflight.time_fit import WARM_UP, read_measurements
 from controller.preflight.time_inputs import layout_of, shape_of, workload_of
 from examples.addition.warm_start import create_model
 
@@ -179,7 +179,9 @@ def phases_of(found: StepTime) -> dict[str, float]:
 
 def predict(folder: Path) -> dict[str, Any]:
     """Fit to the calibration runs, each made four times, and predict all settings."""
-    found = [measured(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION * 4)]
+    found = [
+        read_measurements(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION * 4)
+    ]
     machine, efficiency = fit(found, MACHINES["cpu"])
     settings = {each.name: phases_of(predicted(folder, each, machine, efficiency)) for each in SETTINGS}
     return {"machine": asdict(machine), "efficiency": asdict(efficiency), "predicted": settings}

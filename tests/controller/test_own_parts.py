@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ballast.replay.__main__ import prepared, replay, settings, start_before
+from ballast.replay.__main__ import replay, replay_settings, settings, start_before
 from controller import step
 from controller.checkpoints.progress import checkpoints_at
 from controller.config import Config
@@ -111,7 +111,7 @@ def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_in
     stand_ins.begin_anew()
     folder = found.config.run_folder
     again = replay(
-        prepared(settings(folder, trust_run=True), start_before(folder, 2, "never")),
+        replay_settings(settings(folder, trust_run=True), start_before(folder, 2, "never")),
         folder,
         range(1, 3),
         Console(),

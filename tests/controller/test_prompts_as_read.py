@@ -19,8 +19,8 @@ from controller.config.offline import PreferencesConfig, RewardTrainingConfig, S
 from controller.data.records import read_records
 from controller.lifecycle.input_lines import prompt_lines
 from controller.lifecycle.inputs import try_inputs
-from controller.lifecycle.tokenized_inputs import Inputs, tokenized
-from controller.observability.shown_text import shown_prompt
+from controller.lifecycle.tokenized_inputs import Inputs, tokenize_inputs
+from controller.observability.shown_text import show_prompt
 from controller.offline.tokenized import sft_examples
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
@@ -120,7 +120,7 @@ def test_decoded_a_prompt_is_what_its_record_shows(workspace: Path) -> None:
     tried = try_inputs(config)
     for adds in ("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"):
         write_model(workspace / "model", adds)
-        found = tokenized(config, tried)
+        found = tokenize_inputs(config, tried)
         assert decoded(found) == [shown(prompt, adds) for prompts in sources.values() for prompt in prompts]
         assert prompt_lines(found)[1].strip() == shown(text[0], adds)
 
@@ -131,8 +131,8 @@ def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> 
     with pytest.raises(
         BallastError, match=r"x.jsonl record 1 ends with an assistant's .* data.continue_last_message="
     ):
-        tokenized(load(None, CHAT), tried)
-    found = tokenized(load(None, [*CHAT, "data.continue_last_message=true"]), tried)
+        tokenize_inputs(load(None, CHAT), tried)
+    found = tokenize_inputs(load(None, [*CHAT, "data.continue_last_message=true"]), tried)
     assert decoded(found) == ["<bos>+1+1=2", "<bos>+1+1="]
 
 
@@ -165,7 +165,7 @@ def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
     calls = {"role": "assistant", "tool_calls": [{"arguments": {"x": None}}]}
     assert read_records("x.jsonl", "prompt") == [{"prompt": [USER, calls, USER]}]
     parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}
-    assert shown_prompt([calls, parts]) == "assistant: ({'x': None})\n\nuser: 12"
+    assert show_prompt([calls, parts]) == "assistant: ({'x': None})\n\nuser: 12"
 
 
 @pytest.mark.parametrize("content", ["12", [{"type": "text", "text": "1"}, "2"]], ids=["text", "parts"])

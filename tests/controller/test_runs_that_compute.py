@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ballast.replay.__main__ import Start, prepared, replay, start_before
+from ballast.replay.__main__ import Start, replay, replay_settings, start_before
 from ballast.replay.__main__ import settings as settings_of
 from controller.actors.launch import worker_arguments
 from controller.algorithm.advantages import sequence_advantages
@@ -436,7 +436,7 @@ def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_
     config, files = settings_of(folder), times_of_change(folder)
     start = start_before(folder, 2, config.run.resume)
     assert start == Start(folder / "checkpoints" / "policy" / "step-1", range(2, 3))
-    replayed = replay(prepared(config, start), folder, start.steps, Console())
+    replayed = replay(replay_settings(config, start), folder, start.steps, Console())
     for name in (
         "policy/loss",
         "policy/grad_norm",
@@ -549,7 +549,7 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
     assert metrics["policy/loss"] == pytest.approx(sum(loss), rel=1e-6)
     folder = finished.config.run_folder
     replayed = replay(
-        prepared(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console()
+        replay_settings(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console()
     )
     assert replayed["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
 

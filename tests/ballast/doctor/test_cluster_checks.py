@@ -8,7 +8,14 @@ import ray
 
 from ballast import doctor
 from ballast.doctor import smoke_test
-from ballast.doctor.cluster_checks import Node, check_cluster, look_at, marked_folder, offered, requirements
+from ballast.doctor.cluster_checks import (
+    Node,
+    check_cluster,
+    check_offered,
+    look_at,
+    marked_folder,
+    requirements,
+)
 from ballast.doctor.report import Report, Status, ok
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
@@ -41,7 +48,9 @@ def test_a_task_on_every_node_brings_its_findings_and_a_lost_node_an_error(ray_s
 def test_ray_must_offer_the_gpus_that_torch_sees(
     gpus: float, seen: int, on_gpus: bool, status: Status
 ) -> None:
-    found = offered([node("10.0.0.1", CPU=16.0, GPU=gpus, object_store_memory=8.0 * GIB)], seen, on_gpus)
+    found = check_offered(
+        [node("10.0.0.1", CPU=16.0, GPU=gpus, object_store_memory=8.0 * GIB)], seen, on_gpus
+    )
     assert found.status is status
     assert f"1 node, 16 CPUs, {gpus:g} GPUs, object store of 8.0 GiB on a node" in found.text
 

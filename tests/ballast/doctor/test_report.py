@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from ballast.doctor.report import Report, Status, fail, joined, ok, warn
+from ballast.doctor.report import Report, Status, fail, merge_findings, ok, warn
 
 
 def test_a_line_says_status_what_was_found_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,18 +52,20 @@ def test_a_check_that_lasts_is_told_beside_the_findings(
 
 
 def test_equal_findings_of_nodes_are_one_line_and_others_name_their_node() -> None:
-    assert joined({"a": [ok("GPUs", "none")]}) == [ok("GPUs", "none")]
+    assert merge_findings({"a": [ok("GPUs", "none")]}) == [ok("GPUs", "none")]
     small = fail("/dev/shm", "0.1 GiB", "raise it")
     by_node = {
         "a": [ok("GPUs", "8"), ok("/dev/shm", "8 GiB")],
         "b": [ok("GPUs", "8"), small],
         "c": [ok("GPUs", "8"), ok("/dev/shm", "8 GiB")],
     }
-    found = joined(by_node)
+    found = merge_findings(by_node)
     assert [(finding.name, finding.status) for finding in found] == [
         ("GPUs (all 3 nodes)", Status.OK),
         ("/dev/shm (2 nodes, a first)", Status.OK),
         ("/dev/shm (b)", Status.FAIL),
     ]
-    found = joined({"a": [ok("GPUs", "8"), ok("network", "eth0")], "b": [fail("node", "gone", "look")]})
+    found = merge_findings(
+        {"a": [ok("GPUs", "8"), ok("network", "eth0")], "b": [fail("node", "gone", "look")]}
+    )
     assert [finding.name for finding in found] == ["GPUs (a)", "network (a)", "node (b)"]

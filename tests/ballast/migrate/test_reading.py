@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ballast.commands import main
-from ballast.migrate.reading import read_recipe, typed
+from ballast.migrate.reading import parse_value, read_recipe
 from ballast.migrate.translation import migrate
 
 CONDITION = """backend=megatron
@@ -79,7 +79,13 @@ def test_defaults_and_commands_of_a_shell_are_read(text: str, wanted: dict[str, 
 
 
 def test_words_of_yaml_1_1_stay_texts() -> None:
-    assert [typed(text) for text in ("no", "yes", "off", "true", "None")] == ["no", "yes", "off", True, None]
+    assert [parse_value(text) for text in ("no", "yes", "off", "true", "None")] == [
+        "no",
+        "yes",
+        "off",
+        True,
+        None,
+    ]
 
 
 LAUNCHER = """

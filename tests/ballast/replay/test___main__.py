@@ -15,9 +15,9 @@ from ballast.replay.__main__ import (
     Start,
     comparison,
     main,
-    prepared,
-    recorded_run,
+    open_recorded_run,
     replay,
+    replay_settings,
     settings,
     start_before,
     train_again,
@@ -74,9 +74,9 @@ class LocalReplay(LocalRun):
     """A replay on roles that answer at once."""
 
     def _run(self, config: Config) -> Run:
-        config = prepared(config, Start(None, range(1, 2)))
+        config = replay_settings(config, Start(None, range(1, 2)))
         session = self._session(config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0)))
-        return recorded_run(config, session, self.folder, CostModel(1.0, 0.0))
+        return open_recorded_run(config, session, self.folder, CostModel(1.0, 0.0))
 
     def all_of(self, run: LocalRun) -> None:
         """Every step that the run has recorded."""
@@ -181,7 +181,7 @@ def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
     found.world.ray.actors.clear()
     folder = found.config.run_folder
     given = settings(folder, ("policy.data_parallel=1",))
-    config = prepared(given, start_before(folder, 2, "never"))
+    config = replay_settings(given, start_before(folder, 2, "never"))
     check_layout(config)
     metrics = replay(config, folder, range(2, 3), Console())
     assert {name.split()[0] for name in found.world.ray.actors} == {"policy", "reference", "critic"}

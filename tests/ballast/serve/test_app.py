@@ -250,7 +250,7 @@ def test_keys_of_users_come_from_a_file_or_the_environment(
 
 
 def test_settings_that_clients_cannot_have_are_refused_and_rewards_left_out() -> None:
-    found = serve.served(load([], [*SETTINGS, "data.train=x.jsonl", "reward.function=a.py:f"]))
+    found = serve.server_settings(load([], [*SETTINGS, "data.train=x.jsonl", "reward.function=a.py:f"]))
     assert not found.has_data and not found.rewarded and found.run.resume == "auto"
     for named, override in (
         ("policy.optimizer.name", "sgd"),
@@ -258,7 +258,7 @@ def test_settings_that_clients_cannot_have_are_refused_and_rewards_left_out() ->
     ):
         key = "rollout.agent" if named == "rollout" else named
         with refused(named, ConfigError):
-            serve.served(load([], [*SETTINGS, *f"{key}={override}".split()]))
+            serve.server_settings(load([], [*SETTINGS, *f"{key}={override}".split()]))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.data.curriculum import checked_numbers
+from controller.data.curriculum import check_numbers
 from controller.data.prompts import PromptDataset, PromptMixture, PromptRules
 from tests.refusals import refused
 from workers.errors import DataError
@@ -117,7 +117,7 @@ def test_a_curriculum_orders_every_epoch() -> None:
 @pytest.mark.parametrize("order", [[3], [], "0", [0.5]])
 def test_a_curriculum_that_names_no_record_is_refused(order: Any) -> None:
     with refused("data.curriculum", DataError):
-        checked_numbers(order, 3, "data.curriculum for epoch 0")
+        check_numbers(order, 3, "data.curriculum for epoch 0")
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 60))

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from controller.data.questions import Questions, quoted
+from controller.data.questions import Questions, quote
 from examples.addition.warm_start import tokenizer
 from tests.refusals import refused
 from workers.config.judge import JudgeConfig
@@ -32,7 +32,7 @@ def hostile(test):
 
 @hostile
 def test_no_response_closes_its_quotation_or_has_a_special_token(text: str) -> None:
-    inner = quoted("response", text, SPECIAL).removeprefix("<response>\n").removesuffix("\n</response>")
+    inner = quote("response", text, SPECIAL).removeprefix("<response>\n").removesuffix("\n</response>")
     assert not any(token in inner for token in SPECIAL)
     squeezed = "".join(inner.lower().split())
     assert not any(f"<{slash}{tag}" in squeezed for slash in ("", "/") for tag in ("response", "prompt"))
@@ -40,7 +40,7 @@ def test_no_response_closes_its_quotation_or_has_a_special_token(text: str) -> N
 
 @pytest.mark.parametrize("text", ["1+1=2", "a < b, a </b>", "<think>x</think>", "[[7]]", "two\n\nlines "])
 def test_other_texts_are_quoted_as_they_are(text: str) -> None:
-    assert quoted("response", text, SPECIAL) == f"<response>\n{text}\n</response>"
+    assert quote("response", text, SPECIAL) == f"<response>\n{text}\n</response>"
 
 
 @hostile

@@ -103,7 +103,7 @@ def test_a_step_is_one_line_at_any_width_and_the_log_has_all_of_it(
 ) -> None:
     kept, output = io.StringIO(), recorded(terminal, width)
     console = Console(output, verbose=verbose)
-    with console.kept_in(kept):
+    with console.keep_in(kept):
         console.step(7, 60, {"reward/failures": 0.0} | metrics)
     lines = output.export_text().splitlines()
     with console.phase("what is alive is drawn too"):

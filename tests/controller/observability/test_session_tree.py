@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from controller.observability.recorded_values import as_recorded
-from controller.observability.session_tree import Entry, drawn, entries, headline
+from controller.observability.session_tree import Entry, draw_tree, entries, headline
 from controller.observability.step_metrics import session_metrics
 from tests.controller.observability.recorded_sessions import CHAIN, FORKED, node
 from workers.agents.session import Session
@@ -29,7 +29,7 @@ def row(nodes: list, **facts) -> dict:
 
 def text_of(found: dict) -> str:
     console = rich.console.Console(file=io.StringIO(), width=80)
-    console.print(drawn(found, "step 7, session 3"))
+    console.print(draw_tree(found, "step 7, session 3"))
     return console.file.getvalue()
 
 

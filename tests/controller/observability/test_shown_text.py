@@ -1,6 +1,6 @@
 import pytest
 
-from controller.observability.shown_text import MASK, redacted, shortened
+from controller.observability.shown_text import MASK, redact, shorten
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,9 @@ from controller.observability.shown_text import MASK, redacted, shortened
 )
 def test_secrets_are_masked_and_nothing_else(text: str, expected: str) -> None:
     environment = {"SERVICE_TOKEN": "swordfish-123", "PATH": "max_tokens", "USE_TOKEN": "1"}
-    assert redacted({"a": [text, 3]}, environment) == {"a": [expected, 3]}
+    assert redact({"a": [text, 3]}, environment) == {"a": [expected, 3]}
 
 
 def test_a_long_text_says_how_much_is_missing() -> None:
-    assert shortened("x" * 10, 10) == "x" * 10
-    assert shortened("x" * 1_500, 100) == "x" * 100 + " ... (1,400 more characters)"
+    assert shorten("x" * 10, 10) == "x" * 10
+    assert shorten("x" * 1_500, 100) == "x" * 100 + " ... (1,400 more characters)"

@@ -9,7 +9,7 @@ import pytest
 
 from balancing.time_model import MACHINES
 from controller.config import Config, load, to_yaml
-from controller.preflight.time_fit import WARM_UP, fitted_to, measured
+from controller.preflight.time_fit import WARM_UP, fit_to_run, read_measurements
 from tests.refusals import refused
 
 SAMPLES = {"rollout 0": [[10.0, 12.0, 30, 4], [10.1, 13.0, 50, 4]], "rollout 1": [[10.0, 14.0, 70, 4]]}
@@ -47,7 +47,7 @@ def write_run(workspace: Path, steps: int = 12) -> Path:
 
 
 def test_a_run_shows_micro_steps_generations_and_the_rest(workspace: Path) -> None:
-    found, counted = measured(write_run(workspace)), 12 - WARM_UP
+    found, counted = read_measurements(write_run(workspace)), 12 - WARM_UP
     assert len(found.micro_steps) == 3 * counted  # without log-probs and the one without tokens
     assert np.array_equal(found.micro_steps[:3], [[100, 1000, 1.0], [40, 300, 0.5], [200, 4000, 2.0]])
     work, seconds = found.generations[0]
@@ -57,7 +57,7 @@ def test_a_run_shows_micro_steps_generations_and_the_rest(workspace: Path) -> No
 
 
 def test_a_fitted_machine_needs_as_long_as_the_run(workspace: Path) -> None:
-    machine, efficiency, told = fitted_to(write_run(workspace), MACHINES["cpu"])
+    machine, efficiency, told = fit_to_run(write_run(workspace), MACHINES["cpu"])
     assert machine.transfer < 0.26
     assert machine.phase == pytest.approx((8.0 - 4.0 - 2.1 - 0.25) / 3, rel=0.35)
     assert efficiency.spread["overheads"] == 0.3
@@ -70,4 +70,4 @@ def test_runs_that_generate_ahead_are_refused(workspace: Path) -> None:
     config.rollout = replace(config.rollout, max_staleness=1)
     (folder / "config.yaml").write_text(to_yaml(config))
     with refused(f"--measured {folder}: "):
-        measured(folder)
+        read_measurements(folder)
