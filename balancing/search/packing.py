@@ -204,18 +204,27 @@ def _complete(group_of: Integers, count: int) -> Grouping | None:
 
 def spread(tight: Grouping, sizes: Integers, count: int) -> Grouping:
     """Halve the groups with most tokens until there are `count`, at most the number of indices."""
+    if tight.count >= count:
+        return Grouping(tight.group_of.copy(), count)
     order, bounds = listed(tight.group_of, tight.count)
     group_of = tight.group_of.copy()
-    groups = np.split(order, bounds[1:-1]) if tight.count < count else []
-    tokens = np.where(tight.sizes() > 1, -tight.sums(sizes), 0.0)
-    heap = [(load, number) for number, load in enumerate(tokens.tolist())]
+    groups = np.split(order, bounds[1:-1])
+    heap = [(_priority(group, sizes), number) for number, group in enumerate(groups)]
     heapq.heapify(heap)
-    while len(heap) < count:
+    while len(groups) < count:
         _, number = heapq.heappop(heap)
-        descending = groups[number][np.lexsort((groups[number], -sizes[groups[number]]))]
-        groups[number], moved = descending[::2], descending[1::2]
+        group = groups[number]
+        descending = group[np.lexsort((group, -sizes[group]))]
+        remaining = descending[::2]
+        moved = descending[1::2]
         group_of[moved] = len(groups)
+        groups[number] = remaining
         groups.append(moved)
-        for half in (number, len(groups) - 1):
-            heapq.heappush(heap, (-float(sizes[groups[half]].sum()) if len(groups[half]) > 1 else 0.0, half))
+        heapq.heappush(heap, (_priority(remaining, sizes), number))
+        heapq.heappush(heap, (_priority(moved, sizes), len(groups) - 1))
     return Grouping(group_of, count)
+
+
+def _priority(group: Integers, sizes: Integers) -> float:
+    """Return the group's tokens, negative for a heap, or 0 if it cannot be halved."""
+    return -float(sizes[group].sum()) if len(group) > 1 else 0.0

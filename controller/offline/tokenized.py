@@ -167,9 +167,14 @@ def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, place: str) 
     numbers = [_number(label, "a label", place) for label in labels]
     if not all(0 <= number <= 1 for number in numbers):
         raise DataError(f"{place} has the labels {numbers!r:.80}. Give numbers from 0 to 1.")
-    ends = np.cumsum([len(step) for step in steps]) + len(separator) * np.arange(len(steps))
+    labelled_ends = []
+    end = 0
+    for step, number in zip(steps, numbers, strict=True):
+        end += len(step)
+        labelled_ends.append((end, number))
+        end += len(separator)
     example = _example(prompt, separator.join(steps), place)
-    return example._replace(steps=tuple(zip(ends.tolist(), numbers, strict=True)))
+    return example._replace(steps=tuple(labelled_ends))
 
 
 def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Messages:
@@ -242,10 +247,15 @@ def example_row(renderer: Renderer, example: Example, place: str, train_on: str 
     """
     if isinstance(example.response, str):
         return _text_row(renderer, example.prompt, example.response, place)
-    messages, first = [*example.prompt, *example.response], len(example.prompt)
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    messages = [*example.prompt, *example.response]
     trained = [is_trained(message, number, place) for number, message in enumerate(messages, start=1)]
-    turns = [turn for turn in (turns if train_on == ALL_TURNS else turns[-1:]) if trained[turn]]
+    turns = []
+    for number in range(len(example.prompt), len(messages)):
+        if messages[number]["role"] == "assistant":
+            turns.append(number)
+    if train_on != ALL_TURNS:
+        turns = turns[-1:]
+    turns = [turn for turn in turns if trained[turn]]
     renderer.check_shown(messages, place, **example.options)
     return _chat_row(renderer, messages, turns, example.options, place)
 

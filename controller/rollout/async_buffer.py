@@ -169,9 +169,13 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _rollout(self, groups: Sequence[Group]) -> RolloutBatch:
         """Return samples of these groups, in prompt order. Raises RolloutError if there are none."""
         ordered = sorted(groups, key=lambda group: int(group.prompt.uid))
-        finished = [group.finished[key] for group in ordered for key in sorted(group.finished)]
-        scores = {key: score for group in ordered for key, score in group.scores.items()}
-        dropped = [result for group in ordered for result in group.dropped]
+        finished = []
+        scores: dict[Key, Score] = {}
+        dropped = []
+        for group in ordered:
+            finished += [group.finished[key] for key in sorted(group.finished)]
+            scores |= group.scores
+            dropped += group.dropped
         retried = self._generation.router.take_retried()
         rollout = self.assemble_samples(finished, scores, dropped, retried)
         return self.shape_rewards(self.without_dropped(rollout))
@@ -251,10 +255,13 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
 
 def _finished_samples(group: Group) -> list[FinishedSample]:
-    references = dict.fromkeys(block for _, block in group.finished.values())
-    blocks = {reference: ray.get(reference) for reference in references}
+    blocks: dict[ObjectRef, DataProto] = {}
     samples = []
     for key, (result, reference) in sorted(group.finished.items()):
+        if reference not in blocks:
+            blocks[reference] = ray.get(reference)
         rows = [blocks[reference].row(row) for row in result.rows]
         samples.append(FinishedSample(result, rows, group.scores.get(key)))
-    return samples + [FinishedSample(result, [], None) for result in group.dropped]
+    for result in group.dropped:
+        samples.append(FinishedSample(result, [], None))
+    return samples

@@ -267,15 +267,17 @@ class RolloutBuffer:
         With algorithm.group_filter, if that keeps the group.
         """
         trained = np.unique(trainable_rows(batch, self.config.reward)["uid"])
-        if custom_function := self.functions.get("algorithm.group_filter"):
-            samples = batch.select(np.unique(sample_numbers(batch), return_index=True)[1])
-            groups = [samples.select(samples["uid"] == uid) for uid in trained]
-            decisions = [
-                custom_function(columns_of(group, custom_function.names, rollout.by_sample, self.record_of))
-                for group in groups
-            ]
-            return np.isin(batch["uid"], trained[np.array(decisions, bool)])
-        return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
+        group_filter = self.functions.get("algorithm.group_filter")
+        if group_filter is None:
+            return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
+        first_rows = np.unique(sample_numbers(batch), return_index=True)[1]
+        samples = batch.select(first_rows)
+        decisions = []
+        for uid in trained:
+            group = samples.select(samples["uid"] == uid)
+            columns = columns_of(group, group_filter.names, rollout.by_sample, self.record_of)
+            decisions.append(group_filter(columns))
+        return np.isin(batch["uid"], trained[np.array(decisions, bool)])
 
 
 class SamplingRound:

@@ -90,7 +90,11 @@ class ReplayBuffer:
             is_good = self._is_good(columns)[sample] > 0
         good = new.select(is_good)
         columns = {name: column for name, column in good.columns.items() if name not in OF_A_STEP}
+        columns[KEPT_ADVANTAGES] = good["advantages"]
         tokens = {name: good.tokens[name] for name in SAMPLED_COLUMNS if name in good.tokens}
-        good = RemoteBatch(columns | {KEPT_ADVANTAGES: good["advantages"]}, tokens)
-        old_rows = [self.rows.select(~np.isin(self.rows["uid"], new["uid"]))] if len(self.rows) else []
-        self.rows = RemoteBatch.concat([*old_rows, good])
+        parts = []
+        if len(self.rows):
+            is_resampled = np.isin(self.rows["uid"], new["uid"])
+            parts.append(self.rows.select(~is_resampled))
+        parts.append(RemoteBatch(columns, tokens))
+        self.rows = RemoteBatch.concat(parts)

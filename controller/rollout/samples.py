@@ -428,12 +428,15 @@ def _record_turns(score: Score, longest: int) -> dict[str, Any]:
     """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's
     session, and the judge's answer.
     """
-    record: dict[str, Any] = {"judgement": shorten(score.judgement, longest)} if score.judgement else {}
+    record: dict[str, Any] = {}
+    if score.judgement:
+        record["judgement"] = shorten(score.judgement, longest)
     if score.session:
-        return record | {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
-    most = max(1, longest // max(1, len(score.turns)))
-    turns = [_shorten_texts(turn, most) for turn in score.turns]
-    return record | ({"turns": turns} if turns else {})
+        record["session"] = as_recorded(score.session, LONGEST_SESSION * longest)
+    elif score.turns:
+        longest_text = max(1, longest // len(score.turns))
+        record["turns"] = [_shorten_texts(turn, longest_text) for turn in score.turns]
+    return record
 
 
 def _shorten_texts(texts: Mapping[str, str], longest: int) -> dict[str, str]:
