@@ -331,6 +331,22 @@ def numerics_lines(config: TrainingConfig) -> Iterator[str]:
             largest, unit = _measure(role)
             rows = f"{role.model.layout} rows of {role.key}"
             yield f"numerics: {rows} match the model's own forward pass within {largest:.1e}{unit}"
+        yield from _selection_lines(config, role)
+
+
+def _selection_lines(config: TrainingConfig, role: Role) -> Iterator[str]:
+    from workers.model.rules.families import SELECTED_TOKENS
+
+    limit = read_model_files(role.model.path, role.key).text.get(SELECTED_TOKENS)
+    if not limit:
+        return
+    longest = config.longest_sequence
+    effect = f"sequences of up to {longest} tokens select all of their tokens"
+    if longest > limit:
+        effect = (
+            f"in sequences of {limit + 1} to {longest} tokens, engine and trainer may select other tokens"
+        )
+    yield f"selection: {role.key} has {SELECTED_TOKENS}={limit}: {effect}. Its indexers are frozen"
 
 
 def _plain_bytes(role: Role, quantization: "Quantization") -> int:

@@ -58,6 +58,21 @@ def test_a_dry_run_says_what_quantized_weights_take(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "effect"),
+    [(8, "in sequences of 9 to 96 tokens"), (96, "sequences of up to 96 tokens select all of their tokens")],
+)
+def test_a_dry_run_says_which_sequences_select_tokens(
+    workspace: Path, capsys: pytest.CaptureFixture[str], tokens: int, effect: str
+) -> None:
+    save_tiny_model(workspace / "tiny", "deepseek_v32", index_topk=tokens)
+    write_tokenizer(workspace / "tiny")
+    assert dry_run("model.path=tiny", "resources.device=cuda") == 0
+    page = capsys.readouterr().out
+    assert "numerics: packed rows of model.path match" in page
+    assert f"selection: model.path has index_topk={tokens}: {effect}" in page
+
+
+@pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
         ("louder", (), r"(louder): with model.layout=packed log-probs differ by up to"),
