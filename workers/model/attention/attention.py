@@ -363,7 +363,7 @@ def ballast_packed(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     states = _of_one_size(query, key, value)
     if indices is not None and indices.shape[-1]:
-        output = selected_attention(*states, scale, packed_attention.lengths, indices)
+        output = selected_attention(*states, scale, packed_attention.lengths, indices, **computed)
     else:
         output = packed_attention(*states, scale, **computed)
     # Some families take a view of the output.

@@ -24,6 +24,9 @@ from workers.model.rules.families import SELECTED_TOKENS
 QUERY_BLOCK = 256
 """Queries that are scored at once. Scores are float32 [block, heads of the indexer, L]."""
 
+ALIGNED_SIZE = 8
+"""Kernels on GPUs take heads of multiples of this size."""
+
 NO_MASK = {"indexed_attention": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
 """Stands for the mask that decoders with an indexer slice, and that is not read here."""
 
@@ -122,39 +125,60 @@ class _SegmentHook:
 
 
 def selected_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Sequence[int], selected: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    lengths: Sequence[int],
+    selected: Tensor,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of each segment to its selected tokens: [1, H, T, D] three times -> [1, T, H, D].
 
-    selected: int32 [1, T, k], k > 0.
+    selected: int32 [1, T, k], k > 0. sinks: [H], one logit a head, as in `attention.PackedAttention`.
     """
     sizes = list(lengths)
     parts = [tensor.split(sizes, dim=2) for tensor in (query, key, value)]
     segments = zip(*parts, selected.split(sizes, dim=1), strict=True)
-    return torch.cat([_attend_segment(*segment, scale) for segment in segments], dim=2).transpose(1, 2)
+    outputs = [_attend_segment(*segment, scale, sinks) for segment in segments]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _attend_segment(query: Tensor, key: Tensor, value: Tensor, selected: Tensor, scale: float) -> Tensor:
+def _attend_segment(
+    query: Tensor, key: Tensor, value: Tensor, selected: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
     length = query.shape[2]
     limit = selected.shape[-1]
-    if length <= limit:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    size = value.shape[-1]
+    more_keys = 0
+    if sinks is not None:
+        query, key, value = _with_sinks(query, key, value, scale, sinks)
+        more_keys = 1
     blocks = []
     for start, stop in _query_blocks(length):
-        places = selected[0, start:stop].long()
         visible = torch.zeros(stop - start, stop, dtype=torch.bool, device=query.device)
-        visible.scatter_(1, places, True)
+        visible.scatter_(1, selected[0, start:stop].long(), True)
         visible[: max(0, limit - start)] = True
+        visible = F.pad(visible.tril(start), (more_keys, 0), value=True)
+        seen = slice(0, stop + more_keys)
         blocks.append(
             F.scaled_dot_product_attention(
-                query[:, :, start:stop],
-                key[:, :, :stop],
-                value[:, :, :stop],
-                attn_mask=visible.tril(start),
-                scale=scale,
+                query[:, :, start:stop], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale
             )
         )
-    return torch.cat(blocks, dim=2)
+    return torch.cat(blocks, dim=2)[..., :size]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key of the score `sinks` and the value 0 first, by one more number of queries and keys."""
+    query = F.pad(query, (0, ALIGNED_SIZE))
+    query[..., -1] = 1 / scale
+    key = F.pad(key, (0, ALIGNED_SIZE, 1, 0))
+    key[:, :, 0, -1] = sinks.to(key.dtype)
+    return query, key, F.pad(value, (0, ALIGNED_SIZE, 1, 0))
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:

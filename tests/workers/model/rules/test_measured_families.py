@@ -34,6 +34,7 @@ def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict
         "granite",  # a divisor of the logits
         "minicpm3",  # latent attention, and a divisor that is a property
         "glm_moe_dsa",  # selected tokens
+        "hy_v4",  # selected tokens and sinks
         "jetmoe",  # takes a view of the attention's output
     ],
 )
