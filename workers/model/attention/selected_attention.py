@@ -139,8 +139,13 @@ def selected_attention(
     selected: int32 [1, T, k], k > 0. sinks: [H], one logit a head, as in `attention.PackedAttention`.
     """
     sizes = list(lengths)
-    parts = [tensor.split(sizes, dim=2) for tensor in (query, key, value)]
-    segments = zip(*parts, selected.split(sizes, dim=1), strict=True)
+    segments = zip(
+        query.split(sizes, dim=2),
+        key.split(sizes, dim=2),
+        value.split(sizes, dim=2),
+        selected.split(sizes, dim=1),
+        strict=True,
+    )
     outputs = [_attend_segment(*segment, scale, sinks) for segment in segments]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
