@@ -18,6 +18,7 @@ from workers.engine.requests import INSERTED, STOP, Response, not_sampled
 from workers.episodes.parser_names import parsers_of
 from workers.episodes.parsing import TurnParser
 from workers.errors import ConfigError
+from workers.rendering import Renderer
 
 MARKS = "<think>", "</think>"  # of reasoning, where no parser is given or found
 TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
@@ -31,6 +32,7 @@ class Thinking:
         marker.
         """
         self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer)
         start, end = TurnParser(tokenizer, "", reasoning_parser, {}).marks
         template = str(getattr(tokenizer, "chat_template", None) or "")
         parser = reasoning_parser or parsers_of(template)[1]
@@ -52,10 +54,12 @@ class Thinking:
         prompt_opens = self._text(prompt_ids[-TAIL:]).rstrip().endswith(self._start)
         return (prompt_opens or self._start in text) and self._end not in text
 
-    def closing(self, sampling: SamplingConfig) -> Response:
-        """Return the inserted tokens. Raises ConfigError if they do not end the reasoning."""
+    def closing(self, sampling: SamplingConfig, last: int | None = None) -> Response:
+        """Return the tokens to insert behind the id `last`. Raises ConfigError if they do not end the
+        reasoning.
+        """
         text = sampling.end_of_thinking or self._end
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._renderer.ids_behind(text, last, "sampling.end_of_thinking")
         if self._end not in text:
             raise ConfigError(
                 f"end_of_thinking={text!r}: it lacks {self._end}, which ends the reasoning. Add it."

@@ -59,7 +59,9 @@ class TurnSampler:
         if turn.finish_reason != LENGTH or budget == limit:
             return turn
         is_open = self.thinking.is_open(episode.ids, turn.ids)
-        partial_response = self.thinking.closing(sampling).after(turn) if is_open else turn
+        partial_response = turn
+        if is_open:
+            partial_response = self.thinking.closing(sampling, int(turn.ids[-1])).after(turn)
         if len(partial_response.ids) >= limit:  # no room for an answer
             return turn
         full_turn = await self._sample_rest(request, sampling, episode, partial_response, limit)

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.refusals import refused
 from tests.workers.rollout import tiny
+from tests.workers.tokenizer_schemes import SCHEMES, make_tokenizer
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import INSERTED, LENGTH, STOP, Response, not_sampled
 from workers.episodes.thinking import Thinking
@@ -55,6 +56,17 @@ def test_a_text_that_does_not_end_the_reasoning_is_refused(thinking: Thinking) -
     assert (closing.ids.tolist(), set(closing.versions.tolist())) == (ids("so</think>").tolist(), {INSERTED})
     with refused("end_of_thinking='so'"):
         thinking.closing(SamplingConfig(end_of_thinking="so"))
+
+
+@pytest.mark.parametrize("text", ["", "two\n</think>", " two</think>\n"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_inserted_tokens_are_those_of_the_whole_text(scheme: str, text: str) -> None:
+    tokenizer = make_tokenizer(scheme, thinks=True)
+    closing = Thinking(tokenizer, "").closing
+    before = tokenizer("<think>one:", add_special_tokens=False)["input_ids"]
+    inserted = closing(SamplingConfig(end_of_thinking=text), before[-1]).ids.tolist()
+    whole = tokenizer(f"<think>one:{text or '</think>'}", add_special_tokens=False)["input_ids"]
+    assert [*before, *inserted] == whole
 
 
 @given(st.text("ab", min_size=2, max_size=12), st.data())
