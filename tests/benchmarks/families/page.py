@@ -42,6 +42,9 @@ change:
 Any other model is measured in the same way when it is loaded ([failures](failures.md)): it trains exactly, or is
 refused.
 
+Families are measured with plain weights. [Quantized checkpoints](rollout-engine.md#quantized-checkpoints) are
+read as the weights that they stand for, or refused.
+
 """
 
 IMAGES = "## Models that see images"
