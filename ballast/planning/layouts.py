@@ -33,7 +33,7 @@ from controller.preflight.time_inputs import layout_of, needs_of
 from workers.config.model import ATTENTION_KEPT, RECOMPUTED
 from workers.config.roles import ParallelConfig, RolloutConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.rules.families import expert_count, features_of_file, is_recurrent
+from workers.model.rules.families import expert_count, features_of_file, unshared_states
 from workers.model.rules.model_rules import check_context_parallel, check_experts, check_tensor_parallel
 
 COMMAND = Command(
@@ -170,7 +170,8 @@ class LayoutSearch:
         features = features_of_file(text)
         longest = -(-config.longest_sequence // layout.cp)
         try:
-            check_context_parallel(parallel, "", recurrent=is_recurrent(text), heads=heads, features=features)
+            unshared = unshared_states(text, layout.cp)
+            check_context_parallel(parallel, "", heads=heads, features=features, unshared=unshared)
             check_tensor_parallel(parallel, config.model, "", str(text.get("model_type")), text)
             check_experts(parallel, config.model, "", expert_count(text))
         except (ConfigError, UnsupportedModelError):

@@ -43,6 +43,7 @@ from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
 from workers.model.attention.mixers import check_mixers, find_mixers, split_by_segment
 from workers.model.attention.selected_attention import NO_MASK, find_indexers, select_by_segment
+from workers.model.attention.states import sharing_problem
 from workers.model.losses.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
 from workers.model.optimizer.optimizer import is_vector
 from workers.model.quantized import quantization_of, read_plain, without_quantization
@@ -173,6 +174,10 @@ class PackedModel(nn.Module):
     @property
     def is_recurrent(self) -> bool:
         return any(find_mixers(layer) for layer in self.layers)
+
+    def unshared_states(self, ranks: int) -> str:
+        """Return which layers with a state so many ranks cannot share, or an empty string."""
+        return sharing_problem([mixer for layer in self.layers for mixer in find_mixers(layer)], ranks)
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
         """Return the last hidden states [N, H] of the cells `predicting`, or on a non-final part of all cells

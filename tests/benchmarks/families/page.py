@@ -32,7 +32,7 @@ change:
 | --- | --- |
 | no positions | positions cannot be given, so they would not restart within a packed row. `model.layout=padded` |
 | own attention | the model does not take an attention function, so rows cannot be packed. `model.layout=padded` |
-| state | ranks that share a sequence do not pass on a state. `policy.parallel.context_parallel=1` |
+| state | a state that is not by heads, which ranks cannot share. `policy.parallel.context_parallel=1` |
 | windows, caps or sinks | ring attention is causal only. `policy.parallel.context_parallel_method=ulysses` |
 | `chunked_attention`, `linear_attention`, `hybrid` ... | these layers cannot be packed. `model.layout=padded` |
 | selection | `index_topk` tokens are selected from a whole sequence. `policy.parallel.context_parallel=1` |
@@ -83,7 +83,7 @@ SHORT = {
     "uses attention_mask": "own attention",
     "from the model's own forward pass": "differs",
     "ring attention is causal only": "windows, caps or sinks",
-    "carries a state from token to token, which": "state",
+    "whose state is not by heads": "state",
     "selects tokens (index_topk)": "selection",
     "carries a state from token to token by": "state in no module of its own",
     "the update brought nothing for": "vLLM does not replace its weights",

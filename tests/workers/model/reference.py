@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.workers.model.cases import CENTRED, GROUPS, OPTIMIZER, Case, Outcome, of_hidden
+from tests.workers.model.float64 import compute_states_in_float64
 from tests.workers.model.tiny import (
+    WITH_STATES,
     compute_in_float64,
     log_probs_in,
     teacher_of,
@@ -321,12 +323,18 @@ def reference_update(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
                 continue
-            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # experts' biases are stacked
+            # experts' biases are stacked, Kimi's decay rates are [1, 1, heads, 1]
+            is_matrix = parameter.ndim >= 2 and not name.endswith(("bias", "A_log"))
             decay = OPTIMIZER.weight_decay if is_matrix else 0.0
             step = parameter.grad / (parameter.grad.abs() + OPTIMIZER.epsilon)
             parameter.mul_(1 - rate * decay).sub_(rate * step)
 
 
 def keep_float64(case: Case, model: Any) -> None:
+    if case.family in WITH_STATES:
+        compute_states_in_float64(model)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
+        return
     if case.share_prefixes == "always" or case.hidden_states or model._can_set_experts_implementation():
         compute_in_float64(model)

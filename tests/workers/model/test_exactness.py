@@ -17,6 +17,7 @@ from torch import Tensor
 from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
+from tests.workers.model import tiny
 from tests.workers.model.cases import OPTIMIZER, Case, Way, random_plan, way
 from tests.workers.model.exact import (
     CountedCalls,
@@ -57,6 +58,10 @@ def selecting(family: str, **settings: Any) -> Case:
     return Case(family, tied=False, sizes=(("first_k_dense_replace", 2),), **settings)
 
 
+def with_states(family: str, **settings: Any) -> Case:
+    return Case(family, tied=False, **settings)
+
+
 def adapted(**settings: Any) -> Case:
     """Rank 3 over 2 and 4 ranks: shards of unequal size, and on the last of 4 none."""
     return Case(lora=(("rank", 3), ("alpha", 6.0)), **settings)
@@ -87,6 +92,7 @@ BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
 SHARED_CHECKPOINTED = Case(
     "llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level"
 )
+WITH_STATES = [with_states(family) for family in tiny.WITH_STATES]
 DEEP = Case(layers=5)
 BOTH = (0.5, 0.1)  # losses of routers
 REPLAYED_CHECKPOINTED = moe(tied=True, router_replay="replay", layers=4, router_losses=BOTH, **MIXED)
@@ -111,6 +117,8 @@ CASES: dict[str, list[Case]] = {
         scored("pairs", share_prefixes="always"),
         scored("process", share_prefixes="always"),
         scored("regression", layout="padded"),
+        *WITH_STATES,
+        with_states("kimi_linear", gradient_checkpointing="full"),
     ],
     "dp 2": [
         Case(distillation=("top_k", "jsd")),
@@ -130,7 +138,12 @@ CASES: dict[str, list[Case]] = {
     "dp 4, copies 2, deferred": [replace(GATHERED, calls=2)],
     "dp 2, deferred": [Case()],
     "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic(), scored("process")],
-    "ulysses 4": [Case(calls=2), qwen3(share_prefixes="always")],  # more than key-value heads
+    "ulysses 2, states": [*WITH_STATES, with_states("qwen3_5", layout="padded")],
+    "ulysses 4": [
+        with_states("nemotron_h"),
+        Case(calls=2),
+        qwen3(share_prefixes="always"),
+    ],  # more than key-value heads
     "ring 2": [
         Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always", hidden_states=True),
         PADDED,
@@ -141,7 +154,9 @@ CASES: dict[str, list[Case]] = {
         adapted(),
         scored("pairs", share_prefixes="always"),
     ],
+    "ring 2, states": WITH_STATES,
     "ring 4": [qwen3(calls=2), BY_PATH],
+    "ulysses 4, by step, states": [with_states("qwen3_5"), with_states("nemotron_h"), with_states("lfm2")],
     "ulysses 4, by step": [
         Case(distillation=("top_k", "jsd")),
         SHARED,

@@ -34,6 +34,14 @@ LATENT_ATTENTION: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 SELECTED_TOKENS = {"index_topk": 4, "index_n_heads": 8, "index_head_dim": 16}
+GATED_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
 FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2 windowed": (
@@ -85,8 +93,55 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.GlmMoeDsaConfig,
         LATENT_ATTENTION | SELECTED_TOKENS | {"indexer_types": ["full", "shared"]},
     ),
+    "qwen3_5": (transformers.Qwen3_5TextConfig, GATED_DELTA),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        GATED_DELTA
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        {
+            "layer_types": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "head_dim": 8,
+        },
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "kimi_linear": (
+        transformers.KimiLinearConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "pad_token_id": None,
+        },
+    ),
 }
 """Windows and soft-capping are small enough that one that is left out moves the log-probs of these tests."""
+WITH_STATES = ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2", "kimi_linear")
 
 
 def tiny_config(family: str = "qwen2", **overrides: object) -> transformers.PreTrainedConfig:

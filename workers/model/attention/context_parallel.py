@@ -9,13 +9,16 @@ row.
 
 If sequences share tokens, the cells are assigned one by one instead, see `prefix_rows`.
 
-Only attention looks at other tokens. Two methods exchange them:
+Attention and states look at other tokens. Two methods exchange those of attention:
 
     ulysses   [H heads, T/cp tokens] --all-to-all--> [H/cp heads, T tokens] --any kernel--> all-to-all back
               (Jacobs et al. 2023, arXiv:2309.14509). A rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements
               a layer, less with each rank more. Needs heads that divide by cp
     ring      keys and values pass from rank to rank, `ring_attention`, for any number of heads.
               Sends 2 T/cp K D (cp-1)
+
+States go the way of ulysses, whatever the method: heads and channels do not know each other. The convolution
+and the chunked rule exchange one after the other, `states`.
 
 Every rank computes the loss of the whole row from the same predictions.
 
@@ -33,6 +36,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from workers.model.attention.attention import PackedAttention
+from workers.model.attention.exchange import AllToAll, HeadExchange
+from workers.model.attention.states import StateRow
 from workers.model.copies import to_device
 from workers.model.rows.packing import PackedRow
 
@@ -93,6 +98,7 @@ class Ulysses:
         self._attention = attention
         self._group = group
         self._size = group.size()
+        self.states = StateRow(row.padded_lengths, device, HeadExchange(row, group, device))
         by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
         self._by_rank, self._in_order = to_device(device, by_rank, by_rank.argsort())
 
@@ -118,7 +124,7 @@ class Ulysses:
         """[1, h, T/cp, D] each -> [1, h/cp, T, D] each, tokens in row order, in one exchange."""
         tokens, dim = tensors[0].shape[2:]
         shares = [tensor.view(self._size, -1, tokens, dim) for tensor in tensors]
-        received = _AllToAll.apply(torch.cat(shares, dim=1), self._group)
+        received = AllToAll.apply(torch.cat(shares, dim=1), self._group)
         sequences = received.transpose(0, 1).flatten(1, 2).index_select(1, self._in_order)
         return sequences[None].split([share.shape[1] for share in shares], dim=1)
 
@@ -126,17 +132,4 @@ class Ulysses:
         """[1, T, H/cp, D] -> [1, T/cp, H, D]."""
         tokens, heads, dim = output.shape[1:]
         shares = output[0].index_select(0, self._by_rank).view(self._size, tokens // self._size, heads, dim)
-        return _AllToAll.apply(shares, self._group).transpose(0, 1).flatten(1, 2)[None]
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, blocks.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(grad, ctx.group), None
+        return AllToAll.apply(shares, self._group).transpose(0, 1).flatten(1, 2)[None]

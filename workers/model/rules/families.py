@@ -58,6 +58,9 @@ TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qw
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""
 
+STATE_HEADS = ("linear_num_value_heads", "linear_num_heads", "mamba_num_heads", "mamba_n_heads")
+"""Names that families give the number of heads of a layer with a state."""
+
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that families give the number of experts of a layer."""
 
@@ -114,6 +117,16 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
 def is_recurrent(features: Mapping[str, Any]) -> bool:
     """Return whether a config.json names layers that carry a state from token to token."""
     return bool(_layer_kinds(features) & set(RECURRENT))
+
+
+def unshared_states(features: Mapping[str, Any], ranks: int) -> str:
+    """Return which states of a config.json so many ranks cannot share, or an empty string."""
+    kinds = _layer_kinds(features) & set(RECURRENT)
+    heads = [features[name] for name in STATE_HEADS if features.get(name)]
+    if kinds - {"conv"} and not heads:
+        return "states that are not by heads"
+    undivided = [count for count in heads if count % ranks]
+    return f"states of {undivided[0]} heads, which they do not divide" if undivided else ""
 
 
 def expert_count(features: Mapping[str, Any]) -> int:

@@ -42,7 +42,8 @@ def check_model(
     check_kernel_features(kernel, layout, features, name)
     heads = text.get("num_attention_heads")
     recurrent = packed.is_recurrent
-    check_context_parallel(parallel, name, recurrent=recurrent, heads=heads, features=features)
+    unshared = packed.unshared_states(parallel.context_parallel)
+    check_context_parallel(parallel, name, heads=heads, features=features, unshared=unshared)
     check_ring_settings(parallel, kernel, cuda=cuda, half=half)
     shares_prefixes(settings, features, name, recurrent=recurrent, cuda=cuda, half=half)
     if head == "value":
@@ -97,19 +98,24 @@ def check_kernel_features(kernel: str, layout: str, features: frozenset[str], mo
 
 
 def check_context_parallel(
-    parallel: ParallelConfig, model: str, *, recurrent: bool, heads: int | None, features: frozenset[str]
+    parallel: ParallelConfig,
+    model: str,
+    *,
+    heads: int | None,
+    features: frozenset[str],
+    unshared: str = "",
 ) -> None:
     """Raise UnsupportedModelError if ranks cannot share the sequences of a model.
 
-    recurrent: whether layers carry a state from token to token. heads: of the queries, None if unknown.
+    heads: of the queries, None if unknown. unshared: what the ranks cannot share, of layers with a state.
     """
     sharing = parallel.context_parallel * parallel.tensor_parallel
     if parallel.context_parallel == 1:
         return
-    if recurrent:
+    if unshared:
         raise UnsupportedModelError(
-            f"{model} carries a state from token to token, which ranks that share a sequence do not pass "
-            "on. Set policy.parallel.context_parallel=1."
+            f"policy.parallel.context_parallel={parallel.context_parallel}: {model} has {unshared}. Set it "
+            "to 1, or to a divisor of the heads."
         )
     if SELECTION in features:
         raise UnsupportedModelError(

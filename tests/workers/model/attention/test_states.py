@@ -13,7 +13,7 @@ from tests.benchmarks.families.shrinking import tiny_config
 from tests.workers.model.float64 import compute_states_in_float64
 from workers.model.attention.attention import RowAttention
 from workers.model.attention.mixers import find_mixers, split_by_segment
-from workers.model.attention.states import CHUNK, StateRow, follows_rows, like_segments
+from workers.model.attention.states import CHUNK, StateRow, follows_rows, like_segments, sharing_problem
 
 LENGTHS = (3, 70, 1, 130, 64, 5, 2)
 FAMILIES = {
@@ -75,6 +75,14 @@ def test_a_row_is_computed_as_its_sequences_alone(family: str) -> None:
     assert len(actual) == len(expected) > 3
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_share_states_by_heads_and_channels_that_they_divide(family: str) -> None:
+    mixer = layer_of(family).mixer
+    problems = [sharing_problem([mixer], ranks) for ranks in (2, 7)]
+    assert [bool(problem) for problem in problems] == [not FAMILIES[family], True]
+    assert all(type(mixer).__name__ in problem for problem in problems if problem)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -91,11 +91,11 @@ def test_what_no_layout_computes_is_refused(tmp_path, model_type, changes, reaso
 
 @pytest.mark.parametrize(
     ("model_type", "verdict"),
-    [("deepseek_v3", "exact"), ("qwen3_next", "refused")],
-    ids=["values smaller than keys", "a state"],
+    [("deepseek_v3", "exact"), ("falcon_h1", "exact"), ("jamba", "refused")],
+    ids=["values smaller than keys", "a state by heads", "another state"],
 )
 @pytest.mark.parametrize("name", ["Ulysses", "ring"])
-def test_latent_attention_is_shared_between_ranks_and_a_state_is_not(
+def test_latent_attention_and_states_by_heads_are_shared_between_ranks(
     ranks: RankPool, tmp_path, name, model_type, verdict
 ):
     assert build(model_type, tmp_path) == ""
