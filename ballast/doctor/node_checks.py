@@ -20,6 +20,7 @@ from ballast.doctor.speed import speed
 from controller.config.model_files import check_whole, read_model_files
 from workers import allocator
 from workers.errors import ConfigError
+from workers.model.rules.state_packages import missing_kernels, missing_packages
 
 GIB = 2**30
 SMALL_SHM_GIB = 1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
@@ -61,7 +62,7 @@ def look(
         shared_memory(shm_gib, len(cards), object_store_gib),
         network(address, nodes),
         *run_folder(marker),
-        *models(paths),
+        *models(paths, on_gpus=bool(cards)),
     ]
     return findings, len(cards)
 
@@ -187,15 +188,20 @@ def run_folder(marker: str) -> list[Finding]:
     return [ok("run.dir", f"{free:,.0f} GiB free")]
 
 
-def models(paths: Mapping[str, str]) -> list[Finding]:
-    """Report models, by setting, that cannot be read here. An empty path is not a model."""
+def models(paths: Mapping[str, str], *, on_gpus: bool = False) -> list[Finding]:
+    """Report models, by setting, that cannot be read here, or lack kernels. An empty path is not a model."""
     advice = "put it where every node finds it, on shared storage or by `hf download` on each"
     findings = []
     for key, path in paths.items():
         if not path:
             continue
         try:
-            check_whole(read_model_files(path, key), path, key)
+            files = read_model_files(path, key)
+            check_whole(files, path, key)
         except (ConfigError, OSError) as error:
             findings.append(fail(key, str(error).rstrip("."), advice))
+            continue
+        if on_gpus and (problem := missing_kernels(files.text)):
+            packages = " ".join(missing_packages(files.text))
+            findings.append(warn(key, problem, f"pip install --no-build-isolation {packages}"))
     return findings

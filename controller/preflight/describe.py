@@ -153,16 +153,31 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
 
 def warnings(config: Config) -> list[str]:
     """Return warnings, which a run prints at its start too."""
-    if read_model_files(config.model.path, "model.path").end_of_sequence:
+    lines = state_warnings(config)
+    if not read_model_files(config.model.path, "model.path").end_of_sequence:
+        lines.append(
+            f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, "
+            "eos_token_id of generation_config.json): every response runs to rollout.sampling.max_new_tokens"
+        )
+    return lines
+
+
+def state_warnings(config: TrainingConfig) -> list[str]:
+    """Return what models lack on GPUs of the kernels of their layers with a state."""
+    if not config.uses_gpus:
         return []
-    return [
-        f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, "
-        "eos_token_id of generation_config.json): every response runs to rollout.sampling.max_new_tokens"
-    ]
+    from workers.model.rules.state_packages import missing_kernels
+
+    lines = []
+    for key, path in config.model_paths.items():
+        if path and (problem := missing_kernels(read_model_files(path, key).text)):
+            lines.append(f"{key}={path}: {problem}. Install ballast-rl[hybrid] on every node")
+    return lines
 
 
 def _notes(config: TrainingConfig) -> list[str]:
-    notes = idle_gpus(config, config.gpus) + (_sampling_notes(config) if isinstance(config, Config) else [])
+    notes = idle_gpus(config, config.gpus)
+    notes += _sampling_notes(config) if isinstance(config, Config) else state_warnings(config)
     if (
         config.policy.max_tokens_per_micro_batch * config.policy.parallel.context_parallel
         < 2 * config.longest_sequence

@@ -50,6 +50,14 @@ def test_the_list_has_every_dependency_in_a_version_that_is_asked_for() -> None:
         )
 
 
+def test_the_list_has_the_kernels_of_layers_with_a_state_that_need_no_compiler() -> None:
+    linear_attention, convolution = map(Requirement, project()["project"]["optional-dependencies"]["hybrid"])
+    version = pins("gpu.txt")[linear_attention.name]
+    assert linear_attention.specifier.contains(version)
+    assert pins("gpu.txt")["fla-core"] == version
+    assert convolution.name == "causal-conv1d"
+
+
 def test_gpu_nodes_get_the_versions_that_the_tests_run_with() -> None:
     gpu, cpu = pins("gpu.txt"), pins("cpu.txt")
     differing = {name for name in gpu.keys() & cpu.keys() if gpu[name] != cpu[name]}

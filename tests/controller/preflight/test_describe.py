@@ -53,6 +53,16 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     assert line.endswith("Its images have at most 5,000 patches")
 
 
+def test_kernels_that_a_gpu_run_lacks_for_layers_with_a_state_are_named_with_their_cost(
+    workspace: Path,
+) -> None:
+    file = workspace / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"linear_num_value_heads": 2}))
+    note = "model.path=model: its layers with a state run without flash-linear-attention and causal-conv1d"
+    assert note not in page_of()
+    assert note in page_of("resources.device=cuda")
+
+
 FORMULA = "memory of a GPU by a formula, not measured: "
 
 
