@@ -9,7 +9,7 @@ It imports torch and transformers first, after all checks that need neither.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
@@ -39,6 +39,16 @@ CPU_LATENT_SIZE = 576
 """Numbers of a token in the latent attention that vLLM computes on CPUs: `kv_lora_rank` and the rotary part."""
 WITHOUT_LATENTS = ("minicpm3",)
 """Model types whose latents vLLM expands to heads."""
+CPU_DELTA_HEADS = (64, 128)
+"""Sizes of keys' heads that vLLM's gated delta nets on CPUs have kernels for, in bfloat16 alone."""
+GPU_ONLY = {
+    "falcon_mamba": "its selective scan has no other kernel",
+    "jamba": "its selective scan has no other kernel",
+    "kimi_linear": "its delta attention imports CUTLASS",
+    "mamba": "its selective scan has no other kernel",
+    "olmo_hybrid": "its gated delta nets import Triton",
+}
+"""Model types that vLLM 0.32 computes on GPUs alone, and why."""
 KV_BLOCK_TOKENS = 32  # for an engine on CPU, see workers.engine.vllm_interface
 
 
@@ -247,6 +257,7 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
             f"{key}: vLLM on CPUs has no attention to selected tokens ({SELECTED_TOKENS}). Take another model, "
             "or GPUs."
         )
+    _check_cpu_states(config, text)
     latent = getattr(text, "kv_lora_rank", None)
     if (
         latent
@@ -302,6 +313,31 @@ def _quantization(path: str, key: str) -> "Quantization | None":
     from workers.model.quantized import quantization_of
 
     return quantization_of(read_model_files(path, key).description, f"{key}={path}")
+
+
+def _check_cpu_states(config: Config, text: Any) -> None:
+    """Raise ConfigError for layers with a state that vLLM's kernels on CPUs do not compute."""
+    key = f"model.path={config.model.path}"
+    reason = GPU_ONLY.get(text.model_type, "")
+    if text.model_type == "nemotron_h" and "moe" in text.layers_block_type:
+        reason = "its experts have no gate (is_act_and_mul=False)"
+    if reason:
+        raise ConfigError(
+            f"{key}: vLLM computes {text.model_type} on GPUs alone, because {reason}. Set resources.device=cuda."
+        )
+    size = getattr(text, "linear_key_head_dim", None)
+    if size is None:
+        return
+    if size not in CPU_DELTA_HEADS:
+        raise ConfigError(
+            f"{key}: vLLM's gated delta nets on CPUs take heads of "
+            f"{' or '.join(map(str, CPU_DELTA_HEADS))} numbers, not {size}. Set resources.device=cuda."
+        )
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: vLLM's gated delta nets on CPUs compute in bfloat16 alone. Set "
+            "model.dtype=bfloat16."
+        )
 
 
 def numerics_lines(config: TrainingConfig) -> Iterator[str]:

@@ -312,12 +312,16 @@ def test_a_model_that_the_settings_can_train_is_accepted(
 
 
 HYBRIDS = {
-    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "olmo_hybrid"), ""),
-    **dict.fromkeys(("falcon_h1", "nemotron_h"), "out_proj"),
-    **dict.fromkeys(("kimi_linear", "qwen3_5_text"), ""),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5_text"), ""),
+    "falcon_h1": "out_proj",
     "qwen3_next": "down_proj, gate_proj, up_proj",
 }
-"""Families with states, and the modules that `all-linear` leaves out."""
+"""Families with states that vLLM computes on CPUs, and the modules that `all-linear` leaves out."""
+
+
+def write_hybrid(family: str, head: int = 64) -> None:
+    sizes = {"linear_key_head_dim": head, "linear_value_head_dim": head}
+    AutoModelForCausalLM.from_config(tiny_config(family, sizes)).save_pretrained("model")
 
 
 @pytest.mark.drawn(2)
@@ -325,10 +329,28 @@ HYBRIDS = {
 def test_the_dry_run_of_a_hybrid_names_what_all_linear_leaves_out(
     workspace: Path, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
-    AutoModelForCausalLM.from_config(tiny_config(family)).save_pretrained("model")
-    assert main(["--config", "config.yaml", "--dry-run", LORA]) == 0
+    write_hybrid(family)
+    assert main(["--config", "config.yaml", "--dry-run", LORA, "model.dtype=bfloat16"]) == 0
     note = f"target_modules=all-linear leaves out {HYBRIDS[family]}:"
     assert (note in capsys.readouterr().out) == bool(HYBRIDS[family])
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "dtype", "reason"),
+    [
+        ("qwen3_next", 64, "auto", "model.dtype=auto: vLLM's gated delta nets on CPUs compute in bfloat16"),
+        ("qwen3_5_text", 32, "bfloat16", "take heads of 64 or 128 numbers, not 32"),
+        ("jamba", 64, "auto", "vLLM computes jamba on GPUs alone"),
+        ("kimi_linear", 64, "auto", "vLLM computes kimi_linear on GPUs alone"),
+        ("nemotron_h", 64, "auto", "vLLM computes nemotron_h on GPUs alone"),
+        ("olmo_hybrid", 64, "bfloat16", "vLLM computes olmo_hybrid on GPUs alone"),
+    ],
+)
+def test_a_state_that_vllm_does_not_compute_on_cpus_is_refused_before_the_start(
+    workspace: Path, family: str, head: int, dtype: str, reason: str
+) -> None:
+    write_hybrid(family, head)
+    assert reason in refusal(f"model.dtype={dtype}")
 
 
 def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
