@@ -66,6 +66,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.pipeline --output docs/pipeline-benchmark.md
 	$(BIN)/python -m tests.benchmarks.engine --output docs/engine-benchmark.md
 	$(BIN)/python -m tests.benchmarks.families --output docs/models.md
+	$(BIN)/python -m tests.benchmarks.families --published --output docs/models.md
 	$(BIN)/python -m tests.benchmarks.roofline --output docs/gpu-roofline.md
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md

@@ -55,11 +55,13 @@ def main() -> None:
     ranks.stop()
     engine.stop()
     if options.output:
-        text, heading, images = options.output.read_text(encoding="utf-8").partition(IMAGES)
-        text, images = (
-            (text, images_markdown(found)) if options.images else (markdown(found), heading + images)
-        )
-        options.output.write_text(text.rstrip() + "\n\n" + images, encoding="utf-8")
+        page = options.output.read_text(encoding="utf-8")
+        if options.images:
+            page = replace_section(page, IMAGES, images_markdown(found), before=IMAGES)
+        else:
+            sections = page[page.find("\n## ") :]
+            page = markdown(found).rstrip() + "\n" + sections
+        options.output.write_text(page, encoding="utf-8")
 
 
 def write_published(ranks: RankPool, engine: RankPool, only: list[str] | None, output: Path | None) -> None:

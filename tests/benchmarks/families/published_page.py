@@ -60,10 +60,13 @@ def published_section(families: dict[str, Published], found: dict[str, dict[str,
 def replace_section(page: str, heading: str, section: str, *, before: str) -> str:
     """Return `page` with another section under `heading`, or a new one in front of the heading `before`."""
     start = page.find(heading)
-    end = page.find("\n## ", start + 1) + 1 if start >= 0 else page.find(before)
     if start < 0:
-        start = end
-    return page[:start] + section.rstrip() + "\n\n" + page[end:]
+        start = page.find(before)
+        rest = page[start:]
+    else:
+        next_heading = page.find("\n## ", start)
+        rest = page[next_heading + 1 :] if next_heading >= 0 else ""
+    return (page[:start] + section.rstrip() + "\n\n" + rest).rstrip() + "\n"
 
 
 def _cell(outcome: Outcome | None) -> str:

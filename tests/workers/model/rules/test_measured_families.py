@@ -13,6 +13,7 @@ import torch
 
 from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
 from tests.benchmarks.families.published import published, tiny_description
+from tests.benchmarks.families.published_page import replace_section
 from tests.benchmarks.families.whole import build_published, first_line, train_published
 from tests.workers.model.ranks import RankPool
 from workers.config.roles import ModelConfig
@@ -151,3 +152,15 @@ def test_the_reason_of_an_error_is_its_library_s_own_words():
         "    For further information visit https://errors.pydantic.dev/2.12/v/value_error"
     )
     assert first_line(error) == "ValueError: Value error, chunked prefill must be on"
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("head\n\n## B\n\nb\n", "head\n\n## A\n\nnew\n\n## B\n\nb\n"),
+        ("head\n\n## A\n\nold\n\n## B\n\nb\n", "head\n\n## A\n\nnew\n\n## B\n\nb\n"),
+        ("head\n\n## B\n\nb\n\n## A\n\nold\n", "head\n\n## B\n\nb\n\n## A\n\nnew\n"),
+    ],
+)
+def test_a_section_of_the_page_is_replaced_and_the_others_stay(page, expected):
+    assert replace_section(page, "## A", "## A\n\nnew", before="## B") == expected
