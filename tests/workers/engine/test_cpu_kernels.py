@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper import get_punica_wrapper
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from workers.engine.cpu_kernels import NORMS, PROVIDER, GroupedAdapters
 
@@ -47,6 +49,26 @@ def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str
         assert (
             operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"
         )  # of 32 numbers
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("width", [0, 16])  # of each head, what another slice has in front of the rotated one
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_heads_are_rotated_alike_in_two_and_in_three_dimensions(
+    dimensions: int, width: int, is_neox: bool
+) -> None:
+    """LFM2 and latent attention give the kernel queries of [tokens, heads, size], of parts of heads."""
+    torch.manual_seed(0)
+    tokens, heads, size = 7, 4, 32
+    with set_current_vllm_config(VllmConfig()):
+        rotary = RotaryEmbedding(size, size, 64, 10000.0, is_neox, torch.float32)
+    query, key = (torch.randn(tokens, count, width + size)[..., width:] for count in (heads, 1))
+    if dimensions == 2:
+        query, key = query.reshape(tokens, -1), key.reshape(tokens, -1)
+    positions = torch.arange(tokens) + 5
+    expected = rotary.forward_native(positions, query.clone(), key.clone())
+    result = rotary.forward_cpu(positions, query.clone(), key.clone())
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("tokens", [[5] * 6, [0] * 4, [7, 7, 0, 5, 0, 7, 5], [3, 0], [5]])
