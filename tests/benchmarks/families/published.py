@@ -67,6 +67,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Sizes that follow from others, by `model_type`. DeepSeek and its kind have as many key as query heads."""
 
 
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""The sizes of a latent that vLLM has kernels for, those of DeepSeek V3."""
+
+
 @dataclass(frozen=True)
 class Published:
     """A family's config.json as published. source: where its fields are from."""
@@ -130,6 +134,7 @@ def _shrunk(description: dict[str, Any]) -> dict[str, Any]:
         tiny[LETTERS] = letters
     if "kv_lora_rank" in tiny:  # one latent for all heads
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
+        tiny |= LATENT
     rope = tiny.get("rope_parameters") or {}
     if "mrope_section" in rope:
         half = int(tiny["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
