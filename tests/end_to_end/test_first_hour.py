@@ -1,5 +1,8 @@
 """What somebody does in a notebook: train with a function defined there, in a thread; evaluate the result;
 sample from it, and go on where a job was cut.
+
+The run, about 40 seconds, is on real Ray: only here does a closure of a notebook reach actors from a thread.
+Evaluation and generation start three engines more, in this process.
 """
 
 import gc
@@ -19,6 +22,7 @@ import ballast
 from controller import fit
 from controller.config import load
 from controller.data.records import read_records
+from tests.controller.stand_ins.in_process import put_ray_in_process
 from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError
 
@@ -125,6 +129,7 @@ def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_i
 def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_it(
     trained: Trained, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    put_ray_in_process(monkeypatch)
     folder = trained.result.folder
     checkpoint = folder / "checkpoints" / "policy" / f"step-{STEPS}"
     found = ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST))
@@ -162,6 +167,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    put_ray_in_process(monkeypatch)
 
     def generate(reward: Any = rewarding(LARGEST)) -> Path:  # noqa: B008 - the same one
         folder, data = tmp_path / "samples", records["train"][:4]

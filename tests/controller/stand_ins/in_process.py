@@ -1,0 +1,36 @@
+"""Jobs on CPUs in this process: Ray alone is a stand-in. vLLM, the training engine and rewards are the real ones.
+
+Each process of a real Ray imports what its actor needs: an engine starts in 3 CPU seconds here, in 25 there.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from tests.controller.stand_ins.local_ray import LocalRay
+from tests.controller.stand_ins.run import LocalReservation, NoMetrics
+
+CPUS = LocalReservation([[]] * 8)
+"""No rank has a GPU."""
+
+
+def put_ray_in_process(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+    """Run actors in this process until the test ends. Returns their Ray."""
+    local = LocalRay({})
+    local.install(monkeypatch)
+    monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: CPUS)
+    monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
+    monkeypatch.setattr("controller.sampling.sampling_run.ray_session", lambda *_, **__: nullcontext())
+    # The real one ends all processes below its actor's, which here is the tests'.
+    monkeypatch.setattr(
+        "workers.rollout.engine_actor._end_engine", lambda engine: engine and engine.shutdown()
+    )
+    # vLLM looks for its kernels in every module, and llvmlite's library has no namespace to look into.
+    monkeypatch.setattr("vllm.triton_utils.dispatcher.vars", _namespace, raising=False)
+    return local
+
+
+def _namespace(value: Any) -> dict[str, Any]:
+    names = value.__dict__
+    return names if hasattr(names, "keys") else {}
