@@ -34,7 +34,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_the_rest_stands_without_a_tool(tool: str, tmp_path: Path) -> None:
     from ballast.commands import COMMANDS

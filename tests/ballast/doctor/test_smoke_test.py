@@ -37,6 +37,7 @@ def test_bandwidth_counts_what_a_rank_sends_and_receives() -> None:
     assert (slow.status, slow.text.endswith("1.00 GB/s")) == (Status.WARN, True)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
 def test_the_two_steps_are_a_run_with_the_devices_placement_and_type_of_the_users(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.drawn(45)
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe['system']}-{recipe['name']}")
 def test_a_recipe_means_what_its_own_system_reads(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

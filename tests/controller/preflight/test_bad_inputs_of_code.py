@@ -230,7 +230,7 @@ TEMPLATES = (
 )
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(8)
 @rows(*IMPORTS, *CALLS, *OTHERS, *TOOLS, *LOSSES, *TEMPLATES)
 def test_code_and_templates_that_fail_when_they_are_tried_are_refused(
     case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

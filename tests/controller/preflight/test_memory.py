@@ -207,7 +207,9 @@ def gib_of(config: Config, name: str = "policy.update", layers: tuple[int, ...] 
 def test_a_dry_run_measures_every_role_once(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second cluster asks the cache. States are 4 bytes of weights a parameter, and 8 of AdamW if it is
+    """About 20 seconds: only here does a dry run measure by the real engine, in its own process.
+
+    A second cluster asks the cache. States are 4 bytes of weights a parameter, and 8 of AdamW if it is
     trained.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))

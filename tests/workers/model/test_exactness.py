@@ -312,7 +312,7 @@ def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[di
     return found
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize(
     "text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"]
@@ -403,7 +403,7 @@ def weights_after_a_step(engine: TrainingEngine, case: Case, way: Way) -> dict[s
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("case", "before", "after"),
     [
