@@ -14,8 +14,9 @@ from balancing.analysis.explain import replan
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError, LengthError, OptionError
-from balancing.prefixes.groups import Groups
+from balancing.prefixes.groups import LARGEST, Groups, checked_prefixes, subtrees
 from balancing.prefixes.packing import fill_groups
+from tests.balancing.test_trees import cells, grown, tree_of
 from tests.benchmarks.balancing.shared_prompts import Batch
 
 COSTS = CostModel(1.0, 0.001)
@@ -184,6 +185,36 @@ def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
     order = generator.permutation(len(counts))
     expected = filled_one_by_one(groups, order, levels, max_tokens, most)
     assert fill_groups(groups, order, levels, max_tokens, most).tolist() == expected
+
+
+@given(st.integers(0, 2**31), st.integers(10, 300), st.integers(10, 300))
+@settings(deadline=None, max_examples=60)
+def test_a_subtree_keeps_its_share_of_the_cap_and_of_a_ranks_work(seed, max_tokens, of_a_rank):
+    """Unless it is one sequence. Work is in tokens, so that no sum rounds."""
+    sequences = grown(seed, 3, 6)
+    sizes = np.array([len(sequence) for sequence in sequences])
+    prefixes = checked_prefixes(
+        *tree_of(sequences, 3).values(), sizes, 1, lambda tokens: tokens.astype(np.float64)
+    )
+    for division in subtrees(sizes, sizes.astype(np.float64), prefixes, max_tokens, float(of_a_rank)):
+        for number, size in enumerate(division.sizes):
+            rows = np.flatnonzero(division.of == number)
+            assert size == division.weights[number] == cells([sequences[row] for row in rows])
+            assert len(rows) == 1 or size <= min(max_tokens, of_a_rank) * LARGEST[0]
+
+
+@pytest.mark.parametrize(("max_tokens", "of_a_rank", "count"), [(0, 0, 1), (-1, 0, 2), (0, -1, 2)])
+def test_a_tree_of_exactly_the_cap_is_not_divided(max_tokens, of_a_rank, count):
+    sequences = [[1000, 1, 2, 3], [1000, 1, 2, 4], [1000, 1, 5, 6], [1000, 1, 5, 7]]
+    sizes = np.full(4, 4)
+    prefixes = checked_prefixes(
+        *tree_of(sequences, 1).values(), sizes, 1, lambda tokens: tokens.astype(np.float64)
+    )
+    whole = cells(sequences) / LARGEST[0]
+    division = next(
+        subtrees(sizes, sizes.astype(np.float64), prefixes, whole + max_tokens, whole + of_a_rank)
+    )
+    assert len(division.sizes) == count
 
 
 def test_a_group_is_cut_where_a_micro_batch_is_full():
