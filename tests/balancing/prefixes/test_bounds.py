@@ -71,6 +71,12 @@ def test_a_group_above_the_cap_computes_its_prefix_in_every_part():
     assert fewest_parts(groups_of([30] * 4, [4], [100]), 150, 16).tolist() == [4]  # no two fit together
 
 
+def test_one_long_sequence_holds_a_step_up_with_its_prefix():
+    groups = groups_of([500, 1, 1, 1], [2, 2], [400, 10])
+    bound = prefix_step_time_bound(groups, 4, 1, 1000, 4)
+    assert bound.time == pytest.approx(float(COSTS.workload(np.array([900]))[0]))
+
+
 def test_statistics_compare_the_time_with_the_bound():
     groups = np.repeat(np.arange(8), 4)
     lengths = 50 + np.random.default_rng(0).integers(1, 60, 32)
