@@ -5,6 +5,7 @@ hand.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,3 +248,16 @@ def test_a_custom_loss_reads_the_columns_and_objects_of_each_sequence() -> None:
     assert [part["advantages"].tolist() for part in parts] == [[1.0, 2.0], [3.0]]
     assert [part.objects["session"] for part in parts] == [["first"], ["second"]]
     assert [(part.num_sequences, part.sequence_index.tolist()) for part in parts] == [(1, [0, 0]), (1, [0])]
+
+
+def test_a_custom_loss_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(
+        "from workers.model.losses import policy_loss\n\n\n"
+        "@policy_loss('of a file', aggregation='token_mean')\n"
+        "def loss(predictions, config):\n"
+        "    return -predictions.log_probs, {}\n"
+    )
+    by_file = make_policy_loss(LossConfig("custom", function=f"{tmp_path / 'losses.py'}:loss")).loss
+    assert by_file is POLICY_LOSSES.pop("of a file")
+    by_name = make_policy_loss(LossConfig("custom", function="workers.model.losses.ratio_losses:gmpo")).loss
+    assert by_name is POLICY_LOSSES["gmpo"]
