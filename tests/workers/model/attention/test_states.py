@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
 from tests.benchmarks.families.measuring import fill_zeros
 from tests.benchmarks.families.shrinking import tiny_config
+from tests.workers.model import tiny
 from tests.workers.model.float64 import compute_states_in_float64
 from workers.model.attention.attention import RowAttention
 from workers.model.attention.mixers import find_mixers, split_by_segment
@@ -83,6 +85,21 @@ def test_ranks_share_states_by_heads_and_channels_that_they_divide(family: str) 
     problems = [sharing_problem([mixer], ranks) for ranks in (2, 7)]
     assert [bool(problem) for problem in problems] == [not FAMILIES[family], True]
     assert all(type(mixer).__name__ in problem for problem in problems if problem)
+
+
+def test_a_compiled_layer_leaves_its_mixer_out_and_is_not_traced_again_for_other_lengths() -> None:
+    torch._dynamo.reset()
+    (layer, *_) = AutoModelForCausalLM.from_config(tiny.tiny_config("qwen3_5")).eval().base_model.layers
+    split_by_segment([layer])
+    counter = CompileCounterWithBackend("eager")
+    layer.forward = torch.compile(layer.forward, dynamic=True, backend=counter)
+    frames = []
+    for lengths in ((5, 9, 3), (7, 2), (30, 4, 1, 1)):
+        hidden = torch.randn(1, sum(lengths), 32, requires_grad=True)
+        row = RowAttention(torch.zeros_like, StateRow(lengths, hidden.device))
+        layer(hidden, position_embeddings=None, packed_attention=row).sum().backward()
+        frames.append(counter.frame_count)
+    assert frames == [2, 2, 2]  # before the mixer and after it
 
 
 @pytest.mark.parametrize("seed", range(5))
