@@ -8,7 +8,7 @@ STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt 
 
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
 
-.PHONY: setup fit check test test-slow lint soak bench docs clean
+.PHONY: setup fit check test test-slow lint types imports soak bench docs clean
 
 setup: $(STAMP)
 
@@ -28,12 +28,17 @@ fit: setup
 	$(WARM_START)
 	$(BIN)/python -m controller.fit --config examples/addition/config.yaml $(ARGS)
 
-# mypy's results of one set of options are none for another: with a folder each, both checks take up what they knew.
+# The two checks of all code take a core each.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict -p balancing --cache-dir .mypy_cache/strict
+	$(MAKE) --jobs=2 --output-sync types imports
+
+# Strict on balancing, by the flags in pyproject.toml.
+types:
 	$(BIN)/mypy
+
+imports:
 	$(BIN)/lint-imports
 
 # What a change needs, in under two minutes: tests of the modules that changed and of what imports them, one whole run.
