@@ -78,7 +78,7 @@ def engine_arguments(
 
     on_cpu = placement == "shared_memory"
     before_cut = config.sampling.cuts and config.sampling.log_probs_are_whole
-    device = _cpu_arguments(config, model.path) if on_cpu else _gpu_arguments(config, placement, model.path)
+    device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement, model.path)
     arguments = dict(
         model=model.path,
         dtype=_dtype(model, on_cpu),
@@ -218,20 +218,7 @@ def _dtype(model: ModelConfig, on_cpu: bool) -> str:
     return "float32" if on_cpu else "bfloat16"
 
 
-def latent_attention_arguments(path: str) -> dict[str, Any]:
-    """Choose torch's rotary function for latent attention on a CPU.
-
-    vLLM 0.32's C++ function reads tokens of two dimensions. Latent attention passes [tokens, heads, size]:
-    the function then turns other numbers, and log-probs are wrong by 0.4 nats on average.
-    """
-    description = _description(path)
-    text = description.get("text_config") or description
-    if text.get("kv_lora_rank") is None:
-        return {}
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-
-
-def _cpu_arguments(config: RolloutConfig, path: str) -> dict[str, Any]:
+def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
     from workers.engine.cpu_kernels import NORMS, PROVIDER
 
     return {
@@ -243,7 +230,7 @@ def _cpu_arguments(config: RolloutConfig, path: str) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "skip_mm_profiling": True,  # which measures memory, and the KV cache has its own size
         "ir_op_priority": {norm: [PROVIDER] for norm in NORMS},
-    } | latent_attention_arguments(path)
+    }
 
 
 def _gpu_arguments(config: RolloutConfig, placement: str, path: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _slices(folder: Path, key: str) -> dict[str, Any]:
     index = folder / INDEX
     is_one_file = (folder / ONE_FILE).is_file()
     files = [ONE_FILE] if is_one_file else sorted(set(read_json(index, key)["weight_map"].values()))
-    slices = {}
+    slices: dict[str, Any] = {}
     for file in files:
         weights = safe_open(folder / file, framework="pt")  # each slice keeps its file open
         slices |= {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (not a mapping)
@@ -207,7 +207,7 @@ def _stored_parts(stored: Iterable[str], key: str) -> dict[str, tuple[str, ...]]
     for name in sorted(names):
         if name.endswith(UNKNOWN):
             raise _not_read(f"scales and {name.rpartition('.')[2]}", key)
-    parts = {}
+    parts: dict[str, tuple[str, ...]] = {}
     for name in sorted(names):
         packed = name.removesuffix(PACKED[0])
         blocks = name.removesuffix(MXFP4[0])

@@ -212,21 +212,6 @@ def test_gated_delta_nets_prefill_by_a_kernel_that_takes_their_heads(
     assert arguments.gdn_prefill_backend == expected
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("rank", [None, 512])
-@pytest.mark.parametrize("placement", ["colocated", "shared_memory"])
-def test_latent_attention_on_a_cpu_turns_positions_by_torch(
-    placement: str, rank: int | None, nested: bool, tmp_path: Path
-) -> None:
-    sizes = {} if rank is None else {"kv_lora_rank": rank}
-    description = {"model_type": "kimi_k25", "text_config": sizes} if nested else {"model_type": "x"} | sizes
-    (tmp_path / "config.json").write_text(json.dumps(description))
-    model = ModelConfig(path=str(tmp_path))
-    arguments = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=64, seed=1)
-    disabled = "-rotary_embedding" in arguments.compilation_config.custom_ops
-    assert disabled == (rank is not None and placement == "shared_memory")
-
-
 @pytest.mark.parametrize("train_vision", [True, False])
 @pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory"])
 def test_an_engine_that_sleeps_needs_the_tower_in_every_update(placement: str, train_vision: bool) -> None:

@@ -361,11 +361,11 @@ def ballast_packed(
             f"{name} is not causal: it looks at later tokens, which packed attention does not"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    states = _of_one_size(query, key, value)
+    query, key, values = _of_one_size(query, key, value)
     if indices is not None and indices.shape[-1]:
-        output = selected_attention(*states, scale, packed_attention.lengths, indices, **computed)
+        output = selected_attention(query, key, values, scale, packed_attention.lengths, indices, **computed)
     else:
-        output = packed_attention(*states, scale, **computed)
+        output = packed_attention(query, key, values, scale, **computed)
     # Some families take a view of the output.
     return output[..., : value.shape[-1]].contiguous(), None
 
