@@ -16,6 +16,8 @@ from workers.rendering import IMAGE_IN_TEXT
 
 COMPARED = 100  # first records whose columns are looked at
 _NAME = re.compile(r"(image|img|picture|photo|screenshot)s?([_-]?(path|url|file|byte)s?)?", re.IGNORECASE)
+_OTHER_MEDIA = re.compile(r"(video|audio)s?([_-]?(path|url|file|byte)s?)?", re.IGNORECASE)
+_ANY_FILE = re.compile(r"\S*\.\w{2,4}")
 _FILE = re.compile(r"data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
 
@@ -78,7 +80,18 @@ def columns_where(matches: Callable[[str, Any], bool], records: Sequence[Record]
     return [name for name, holds_somewhere in holds.items() if holds_somewhere]
 
 
+def looks_like_other_media(name: str, value: Any) -> bool:
+    """Return whether a column holds videos or sounds, which no model here reads."""
+    if not _OTHER_MEDIA.fullmatch(name):
+        return False
+    if isinstance(value, (list, tuple)):
+        return any(looks_like_other_media(name, item) for item in value[:1])
+    return bool(_ANY_FILE.fullmatch(value)) if isinstance(value, str) else bool(value)
+
+
 def looks_like_images(name: str, value: Any) -> bool:
+    if looks_like_other_media(name, value):
+        return False
     if isinstance(value, (list, tuple)):
         return any(looks_like_images(name, item) for item in value[:1])
     if isinstance(value, Mapping):

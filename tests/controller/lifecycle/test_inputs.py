@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from controller.config import load
 from controller.lifecycle.input_lines import tried_lines
 from controller.lifecycle.inputs import try_inputs
 from controller.lifecycle.tokenized_inputs import load_renderer, read_inputs
+from tests.benchmarks.families.shrinking import tiny_config
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from tests.workers.episodes.test_conversation import STOCK
@@ -22,6 +24,7 @@ from tests.workers.tokenizer_schemes import make_word_pieces
 from tests.workers.vision_families import pictures
 from workers.batch.dataproto import DataProto
 from workers.errors import BallastError, DataError
+from workers.model.rules.families import IMAGES_SEE_AHEAD
 from workers.rendering import Renderer
 from workers.roles.reward import RewardWorker, ScoreRequest
 
@@ -147,6 +150,47 @@ def test_a_column_of_images_that_nobody_reads_is_named(
     assert "data.image_key='images'" in warning and repr(column) in warning
     (unread,) = read_inputs(load(None, [*SETTINGS, *given])).warnings  # of a model that reads text alone
     assert repr(column) in unread and "data.image_key" not in unread
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("videos", ["a.mp4"]),
+        ("video", "clips/a.webm"),
+        ("audio_path", "a.wav"),
+        ("audios", [{"path": "a.flac"}]),
+    ],
+)
+def test_videos_and_sounds_beside_a_prompt_are_named(
+    column: str, value: Any, workspace: Path, vision_model: Callable[[str], Path]
+) -> None:
+    (workspace / "films.jsonl").write_text(json.dumps({"prompt": "1+1=", column: value}))
+    given = ["data.validation=''", "data.train=films.jsonl", "data.max_prompt_tokens=64"]
+    for model in ([], [f"model.path={vision_model('qwen2_5_vl')}"]):
+        (warning,) = read_inputs(load(None, [*SETTINGS, *given, *model])).warnings
+        assert repr(column) in warning and "Videos and sounds are never read" in warning
+        assert "data.image_key" not in warning
+
+
+@pytest.mark.parametrize("family", IMAGES_SEE_AHEAD)
+def test_images_whose_tokens_see_ahead_are_refused_before_the_run(
+    family: str, workspace: Path, vision_model: Callable[[str], Path]
+) -> None:
+    """Rows and engines are causal: vLLM reads images of these causally on CPUs, too. Texts alone are trained."""
+    folder = workspace / family
+    shutil.copytree(vision_model("gemma3"), folder)
+    (folder / "config.json").write_text(tiny_config(family).to_json_string(use_diff=False))
+    pictures()[0].save("a.png")
+    content = [{"type": "image"}, {"type": "text", "text": "1+1="}]
+    given = [f"model.path={folder}", "data.train=seen.jsonl", "data.max_prompt_tokens=64"]
+    record = {"prompt": [{"role": "user", "content": content}], "images": ["a.png"]}
+    (workspace / "seen.jsonl").write_text(json.dumps(record))
+    line = refusal(*given)
+    assert (
+        f"model.path={folder}" in line and "seen.jsonl record 1 has images" in line and f"({family})" in line
+    )
+    (workspace / "seen.jsonl").write_text(json.dumps({"prompt": "1+1="}))
+    read_inputs(load(None, [*SETTINGS, "data.validation=''", *given]))
 
 
 def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:
