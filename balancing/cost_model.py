@@ -121,8 +121,8 @@ Unit = Literal["FLOP", "token", "second"]
 class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
-    linear: matrix products with weights, and with states. quadratic: causal attention. Plans depend only on their
-    ratio. windows: of layers that do not see all of L**2.
+    linear: matrix products with weights, and with states. quadratic: causal attention. Plans depend only on
+    their ratio. windows: of layers that do not see all of L**2.
     image_linear, image_quadratic: the vision tower's, for each image, by its tokens. patches: of an image
     token. Raises CostModelError if a coefficient is negative, not finite, or both are 0, and OptionError for
     an unknown unit.

@@ -64,11 +64,11 @@ SHARED_WIDTH_MODELS = frozenset({"llama4", "llama4_text"})
 class LayerCounts:
     """Counts of one layer.
 
-    kind: see `layer_kinds`. weights: that a token's products read. products: multiplications of a token with the
-    layer's state. squared: FLOPs per squared token, causal, if the layer sees all. window: tokens that it looks
-    back, 0 for all. head: size of an attention head, 0 without one or with latent attention. kv, state: numbers
-    that an engine keeps of a token, and of a sequence. exchanged, exchanged_in_ring: numbers of a token that
-    context-parallel ranks send. expert: weights of one expert, or 0.
+    kind: see `layer_kinds`. weights: that a token's products read. products: multiplications of a token with
+    the layer's state. squared: FLOPs per squared token, causal, if the layer sees all. window: tokens that
+    it looks back, 0 for all. head: size of an attention head, 0 without one or with latent attention. kv,
+    state: numbers that an engine keeps of a token, and of a sequence. exchanged, exchanged_in_ring: numbers
+    of a token that context-parallel ranks send. expert: weights of one expert, or 0.
     """
 
     kind: str

@@ -5,12 +5,12 @@
 | Mamba-1 | in (2 inner), x (rank + 2 states), dt, out | inner x states |
 | Mamba-2 | in (2 inner + 2 groups of states + heads), out | inner x states |
 | gated delta net | q, k, v, gate, two numbers a head, out | heads x key size x value size |
-| Kimi's delta attention | q, k, v, two gates through one head's size, a number a head, out | heads x size x size |
+| Kimi's delta attention | q, k, v, two gates of one head's size, a number a head, out | heads x size x size |
 | short convolution | in (3 hidden), out | the last tokens |
 | lightning attention | q, k, v, gate, out | heads x size x size |
 
-A kernel's least work: it multiplies with the state once to read and once to add, delta rules once more to forget.
-Convolutions are left out of the products: they are below 0.2 % of a layer.
+A kernel's least work: it multiplies with the state once to read and once to add, delta rules once more to
+forget. Convolutions are left out of the products: they are below 0.2 % of a layer.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@
     all layers             window of w             chunks of c
     L**2                   L**2 - (L - w)**2       c**2 of each whole chunk, and the square of the rest
 
-All in units in which causal attention to every token is L**2. A model's sum over layers keeps this form, weighted by
-each kind's share.
+All in units in which causal attention to every token is L**2. A model's sum over layers keeps this form,
+weighted by each kind's share.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from balancing.basics.grouping import Floats
 class Window(NamedTuple):
     """How far some layers look back.
 
-    tokens: the last ones that a token sees, itself among them. share: of these layers in the cost of a squared
-    token. chunked: tokens see only those of their chunk.
+    tokens: the last ones that a token sees, itself among them. share: of these layers in the cost of a
+    squared token. chunked: tokens see only those of their chunk.
     """
 
     tokens: int
@@ -38,4 +38,5 @@ def attended_squares(lengths: ArrayLike, windows: Sequence[Window] = ()) -> Floa
             chunks, rest = np.divmod(tokens, window.tokens)
             hidden = np.square(tokens) - chunks * window.tokens**2 - np.square(rest)
         squares = squares - window.share * hidden
-    return np.maximum(squares, 0.0)
+    attended: Floats = np.maximum(squares, 0.0)
+    return attended

@@ -26,11 +26,11 @@ Placement = Literal["colocated", "apart", "shared_memory"]
 class ModelShape:
     """Counts of a model.
 
-    parameters: all weights. active: weights that a token's products read, and its products with states. experts:
-    number, of which a token uses experts_active. expert_parameters: weights of all experts. attention: forward FLOPs
-    per squared token, as far as `windows` see it. kv: numbers that a token keeps in an engine. kv_windows: (tokens,
-    numbers of each of the last ones) of layers with a window. state: numbers that a sequence keeps. kv_share: kv
-    heads over heads. trained: parameters with a gradient.
+    parameters: all weights. active: weights that a token's products read, and its products with states.
+    experts: number, of which a token uses experts_active. expert_parameters: weights of all experts.
+    attention: forward FLOPs per squared token, as far as `windows` see it. kv: numbers that a token keeps in
+    an engine. kv_windows: (tokens, numbers of each of the last ones) of layers with a window. state: numbers
+    that a sequence keeps. kv_share: kv heads over heads. trained: parameters with a gradient.
     """
 
     layers: int
@@ -165,9 +165,9 @@ class Workload:
 
     prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates:
     optimiser steps, over all epochs. forward_passes: without gradient (old log-probs, reference, teacher).
-    trained_models: 2 with a critic. reward_seconds: of a sample, on one of reward_workers. tokens: of all samples.
-    repeated_tokens: of all prompts but the first of each group. order: rows, longest response first. Raises
-    LengthError unless lengths are whole.
+    trained_models: 2 with a critic. reward_seconds: of a sample, on one of reward_workers. tokens: of all
+    samples. repeated_tokens: of all prompts but the first of each group. order: rows, longest response
+    first. Raises LengthError unless lengths are whole.
     """
 
     prompt_tokens: ArrayLike
@@ -200,7 +200,9 @@ class Workload:
         vars(self).update(counted, prompts=prompts, responses=responses, order=order)
 
     def squares(self, windows: tuple[Window, ...]) -> tuple[float, float]:
-        """Return the squared tokens that attention computes of all samples, and of the prompts that repeat."""
+        """Return the squared tokens that attention computes of all samples, and of the prompts that
+        repeat.
+        """
         lengths = self.prompts + self.responses
         again = self.prompts[self._repeats(len(lengths))]
         return float(attended_squares(lengths, windows).sum()), float(attended_squares(again, windows).sum())

@@ -1,7 +1,7 @@
 """Ask a module in a process of its own, and keep its answers in the user's cache.
 
-The answer depends on the request, the versions of torch and transformers, and source files. The process imports what
-this one must not.
+The answer depends on the request, the versions of torch and transformers, and source files. The process
+imports what this one must not.
 """
 
 import hashlib

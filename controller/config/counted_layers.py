@@ -1,7 +1,7 @@
 """Complete config.json for the cost model: weights of layers that no formula counts.
 
 a family in COUNTED_FAMILIES   --> config.json, counted by balancing.model_counts
-any other --workers.model.memory.weight_counts, in a process of its own, or the cache--> config.json with weights
+any other --workers.model.memory.weight_counts in a process, or the cache--> config.json with weights
 """
 
 import json

@@ -36,7 +36,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 first step.
 """
 CPU_LATENT_SIZE = 576
-"""Numbers of a token in the latent attention that vLLM computes on CPUs: `kv_lora_rank` and the rotary part."""
+"""Numbers of a token in latent attention that vLLM's CPU kernel takes: `kv_lora_rank` and the rotary part."""
 WITHOUT_LATENTS = ("minicpm3",)
 """Model types whose latents vLLM expands to heads."""
 CPU_DELTA_HEADS = (64, 128)
@@ -152,7 +152,8 @@ def _note_modules_without_adapter(
     lora = config.model.lora
     if lora.rank and (names := modules_left_out(policy, lora)):
         log(
-            f"note: model.lora.target_modules={lora.target_modules} leaves out {', '.join(names)}: peft adds no "
+            f"note: model.lora.target_modules={lora.target_modules} leaves out {', '.join(names)}: "
+            "peft adds no "
             f"adapter to these modules of a {policy.config.model_type} model"
         )
 
@@ -254,8 +255,8 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
         return
     if getattr(text, SELECTED_TOKENS, None):
         raise ConfigError(
-            f"{key}: vLLM on CPUs has no attention to selected tokens ({SELECTED_TOKENS}). Take another model, "
-            "or GPUs."
+            f"{key}: vLLM on CPUs has no attention to selected tokens ({SELECTED_TOKENS}). "
+            "Take another model, or GPUs."
         )
     _check_cpu_states(config, text)
     latent = getattr(text, "kv_lora_rank", None)
@@ -323,7 +324,8 @@ def _check_cpu_states(config: Config, text: Any) -> None:
         reason = "its experts have no gate (is_act_and_mul=False)"
     if reason:
         raise ConfigError(
-            f"{key}: vLLM computes {text.model_type} on GPUs alone, because {reason}. Set resources.device=cuda."
+            f"{key}: vLLM computes {text.model_type} on GPUs alone, because {reason}. "
+            "Set resources.device=cuda."
         )
     size = getattr(text, "linear_key_head_dim", None)
     if size is None:
@@ -335,8 +337,8 @@ def _check_cpu_states(config: Config, text: Any) -> None:
         )
     if config.model.dtype != "bfloat16":
         raise ConfigError(
-            f"model.dtype={config.model.dtype}: vLLM's gated delta nets on CPUs compute in bfloat16 alone. Set "
-            "model.dtype=bfloat16."
+            f"model.dtype={config.model.dtype}: vLLM's gated delta nets on CPUs compute in bfloat16 alone. "
+            "Set model.dtype=bfloat16."
         )
 
 

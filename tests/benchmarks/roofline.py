@@ -281,7 +281,7 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
     import torch
 
     from tests.benchmarks.fusion import backend
-    from workers.model import model, sharded_model
+    from workers.model import compiled_layers, sharded_model
     from workers.model.losses import logprobs
     from workers.model.memory.fake_gpu import FakeGpu
 
@@ -293,12 +293,13 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
     def alone(is_alone: bool) -> None:
         _is_fused[0] = not is_alone
 
-    model.BACKEND = backend(count, alone)
+    compiled_layers.BACKEND = backend(count, alone)
     FakeGpu.ignore_compile_internals = classmethod(
         lambda _: True
     )  # otherwise dynamo skips what runs under a mode
     passes = [
-        torch.compile(each, backend=model.BACKEND) for each in (logprobs._predict, logprobs._differentiate)
+        torch.compile(each, backend=compiled_layers.BACKEND)
+        for each in (logprobs._predict, logprobs._differentiate)
     ]
     logprobs._chunk_functions = lambda *_: passes
     sharded_model.compiles = lambda *_, **__: layers

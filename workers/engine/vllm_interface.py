@@ -171,7 +171,8 @@ def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
         if not field:
             raise
         raise ConfigError(
-            f"model.path={arguments.model}: its config.json has no {field}, which vLLM reads. Add it, as in the "
+            f"model.path={arguments.model}: its config.json has no {field}, which vLLM reads. Add it, as in "
+            "the "
             "published checkpoint."
         ) from error
 

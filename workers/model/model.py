@@ -3,31 +3,18 @@
 config.json --check_layout--> safetensors --> HF model + ballast_packed --> PackedCausalLM     packed layout
                                           --> HF model + its own attention --> PackedCausalLM  padded layout
 
-torch.compile of each decoder layer, before FSDP wraps it:
-
-    layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention
-                                   --> [compiled: o, norm, MLP] --> FSDP frees
-                                   --> [compiled: o, norm] --> router, exchange --> [compiled: experts] --> ..
-
-Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged. Attention is a
-graph break on purpose: traced, it would recompile for every layer and every list of segment lengths. So all
-layers of one kind and rows of any length share graphs. A router and the exchange of tokens are breaks too:
-hooks replace choices, add losses and count, and ranks receive as many tokens as the data says.
-
 Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -40,11 +27,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from workers.config.roles import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, describe_error
 from workers.model.activations import activations_on_host
-from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
+from workers.model.attention.attention import ATTENTION_NAME
 from workers.model.attention.mixers import check_mixers, find_mixers, split_by_segment
 from workers.model.attention.selected_attention import NO_MASK, find_indexers, select_by_segment
 from workers.model.attention.states import sharing_problem
-from workers.model.losses.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
+from workers.model.losses.logprobs import Head, OutputLayer, log_probs_of
 from workers.model.optimizer.optimizer import is_vector
 from workers.model.quantized import quantization_of, read_plain, without_quantization
 from workers.model.rows.packing import ModelInput
@@ -59,7 +46,7 @@ from workers.model.rules.families import (
 from workers.model.rules.model_rules import check_kernel_features, check_layout
 from workers.model.sharding.parallel import full_tensor
 from workers.model.sharding.stage_layers import Part, Passing, carried
-from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_vocabulary
+from workers.model.sharding.tensor_parallel import find_experts, own_vocabulary
 from workers.model.vision.tower import Vision
 
 log = logging.getLogger(__name__)
@@ -494,26 +481,3 @@ def load_tokenizer(path: str) -> Any:
 def _check_path(path: str) -> None:
     if path in ("", "???"):
         raise ConfigError("model.path is not set. Give a folder with a Hugging Face model and tokenizer.")
-
-
-BACKEND = "inductor"  # CPU tests use a backend that only traces
-
-
-def compile_layers(layers: Iterable[nn.Module], *, shares_experts: bool) -> None:
-    """Compile the forward pass of each layer, in place, on its first run. Call before `shard_model`.
-
-    shares_experts: whether ranks share the experts, which then run as they are: their sizes differ in every
-    pass.
-    """
-    compiled = partial(torch.compile, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
-    for layer in layers:
-        experts = find_experts(layer)
-        for block in blocks_with_experts(layer):
-            for part in block.children():
-                if (
-                    not shares_experts if part in experts else any(part.children())
-                ):  # shared experts, but no router
-                    part.forward = compiled(part.forward)
-            block.forward = torch.compiler.disable(block.forward)
-        layer.forward = compiled(layer.forward)

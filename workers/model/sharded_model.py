@@ -23,9 +23,10 @@ from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conve
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_model
 from workers.model.checkpoint.loading import Source
 from workers.model.checkpoint.lora import add_adapters, merged_shards
+from workers.model.compiled_layers import compile_layers
 from workers.model.forward_backward import MicroBatchRunner
 from workers.model.layout import RowLayout
-from workers.model.model import PackedModel, compile_layers, compute_dtype, load_tokenizer
+from workers.model.model import PackedModel, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
 from workers.model.numerics_check import Expected, check_against_reference, own_outputs

@@ -78,7 +78,8 @@ from balancing import precompile
 from numba.core.dispatcher import Dispatcher
 
 precompile.main()
-modules = [importlib.import_module(f"balancing.{found.name}") for found in pkgutil.iter_modules(balancing.__path__)]
+packages = pkgutil.walk_packages(balancing.__path__, "balancing.")
+modules = [importlib.import_module(package.name) for package in packages if package.name != "balancing.__main__"]
 loops = {loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)}
 """
 

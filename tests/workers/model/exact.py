@@ -35,7 +35,7 @@ from tests.workers.model.tiny import VOCABULARY, relative_error, teacher_of
 from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
 from workers.batch.metrics import Metrics, merge, results
 from workers.config.roles import ModelConfig, ParallelConfig, ValueLossConfig
-from workers.model import model as compiling
+from workers.model import compiled_layers as compiling
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import (

@@ -19,7 +19,7 @@ from tests.workers.model.tiny import random_sequences, relative_error, save_tiny
 from workers.batch.metrics import results
 from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError
-from workers.model import model as compiling
+from workers.model import compiled_layers as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.rules.model_rules import compiles

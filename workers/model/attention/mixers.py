@@ -1,8 +1,8 @@
 """Layers that carry a state from token to token (state spaces, linear attention, short convolutions), packed.
 
     layer(hidden, packed_attention=...)      a hook tells the layer's mixers the segments of the row
-      mixer(hidden [1, T, H])  --its functions along the sequence follow the segments, see `states`--> [1, T, H]
-                               --others are called with a batch [n, L, H] of like segments-------------> [1, T, H]
+      mixer(hidden [1, T, H])  --its functions follow the segments, see `states`---------> [1, T, H]
+                               --others are called with batches [n, L, H] of like segments-> [1, T, H]
 
 So no state reaches the next sequence. The rest of the layer sees the whole row. The hook runs inside gradient
 checkpointing. `torch.compile` leaves mixers out: a graph of their loops took minutes.

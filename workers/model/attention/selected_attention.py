@@ -4,9 +4,10 @@
       indexer(hidden [1, T, H], ...)         --a segment, a block of queries at a time--> selected [1, T, k]
       ballast_packed(..., indices=selected)  --> attention of each segment to its selected tokens
 
-DeepSeek V3.2, GLM-5 and their kind attend to the `index_topk` earlier tokens of the highest scores. Scored over
-the packed row, these would be tokens of other sequences. A sequence of at most `index_topk` tokens selects all
-of its tokens, so nothing is scored. transformers computes scores without a gradient: indexers stay frozen.
+DeepSeek V3.2, GLM-5 and their kind attend to the `index_topk` earlier tokens of the highest scores. Scored
+over the packed row, these would be tokens of other sequences. A sequence of at most `index_topk` tokens
+selects all of its tokens, so nothing is scored. transformers computes scores without a gradient: indexers
+stay frozen.
 
 Shapes: T tokens of the row, L of one segment, k is `index_topk`, or 0 if no segment is longer.
 """

@@ -152,8 +152,8 @@ def _become(ranks: int, rank: int) -> None:
 
 
 def _sizes(role: Role, parallel: ParallelConfig, longest: int) -> dict[str, Any]:
-    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes that an engine keeps of a
-    token, on average of the longest sequence.
+    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes that an engine keeps
+    of a token, on average of the longest sequence.
     """
     with _folder(role.description, 0, role.images.get("folder", "")) as path:
         packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)

@@ -1,11 +1,11 @@
 """Count the weights of a decoder's layers on modules without storage, for families that no formula covers.
 
-    config.json (JSON, stdin) --transformers--> modules on the meta device --> each layer's weights (JSON, stdout)
+    config.json (stdin) --transformers--> modules on the meta device --> weights of each layer (stdout, JSON)
 
     echo '{...}' | python -m workers.model.memory.weight_counts
 
-Answers with the language model's fields as transformers completes them, and `counted_layers`: of each layer the
-weights that a token's products read, an expert by its share, and the weights of one expert.
+Answers with the language model's fields as transformers completes them, and `counted_layers`: of each layer
+the weights that a token's products read, an expert by its share, and the weights of one expert.
 """
 
 import json

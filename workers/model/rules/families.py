@@ -151,7 +151,9 @@ def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
 
 
 def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]:
-    """Return which of `sliding_window`, `softcap`, `sinks` and `selection` a model's attention layers need."""
+    """Return which of `sliding_window`, `softcap`, `sinks` and `selection` a model's attention layers
+    need.
+    """
     text = config.get_text_config()
     layers = range(text.num_hidden_layers)
     needed = {
@@ -225,11 +227,11 @@ def head_sizes(text: Any) -> list[int]:
 
 
 def kv_bytes(text: Any, tokens: int, *, windows: bool = True) -> int:
-    """Return the bytes that an engine keeps of a sequence in half precision, keys, values and states, by a loaded
-    configuration, or 0 if unknown.
+    """Return the bytes that an engine keeps of a sequence in half precision, keys, values and states, by a
+    loaded configuration, or 0 if unknown.
 
-    windows: False counts all tokens of layers that look back a limited way, as vLLM asks for where it does not
-    free their blocks.
+    windows: False counts all tokens of layers that look back a limited way, as vLLM asks for where it does
+    not free their blocks.
     """
     kept = 0
     for layer in _layers(text):

@@ -29,7 +29,7 @@ from workers.batch.placed_images import Image
 from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import UnsupportedModelError
 from workers.images.images import digest_of, png_of
-from workers.model import model as compiling
+from workers.model import compiled_layers as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.layout import RowLayout
 from workers.model.losses import Denominators, sft
