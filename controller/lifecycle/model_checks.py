@@ -234,7 +234,8 @@ def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTra
 
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:
     from balancing.model_fields import Fields
-    from workers.model.rules.families import SELECTED_TOKENS, head_sizes, kv_bytes
+    from workers.model.rules.families import SELECTED_TOKENS
+    from workers.model.rules.layer_sizes import head_sizes, kv_bytes
 
     text = model.config.get_text_config()
     key = f"model.path={config.model.path}"

@@ -19,7 +19,7 @@ from balancing.time_model import ModelShape
 from tests.balancing.published_models import PUBLISHED
 from tests.benchmarks.families.shrinking import tiny_config
 from workers.model.memory.weight_counts import count_weights
-from workers.model.rules.families import head_sizes, kv_bytes
+from workers.model.rules.layer_sizes import head_sizes, kv_bytes
 
 FAMILIES = sorted(COUNTED_FAMILIES & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
 OTHERS = (

@@ -10,7 +10,7 @@ import pytest
 from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
 from controller.rollout.model_scores import ScoreScales
-from controller.rollout.samples import RolloutBatch, assemble, sample_numbers, taught_by
+from controller.rollout.samples import RolloutBatch, assemble, sample_numbers, assign_teachers
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
 from workers.config.loss import TeacherConfig
@@ -96,9 +96,9 @@ def test_a_teacher_is_named_by_the_record_and_reads_its_own_prompt(with_context:
         for uid, ids in teacher_ids.items()
     }
     settings = TeacherConfig(paths={"x": "y"}, context_key="hint" if with_context else "")
-    names, read = taught_by(settings, batch, prompts)
+    names, read = assign_teachers(settings, batch, prompts)
     assert names.tolist() == ["teacher of a", "teacher of a", "teacher of b"]
-    assert taught_by(replace(settings, paths={}), batch, prompts)[0].tolist() == ["", "", ""]
+    assert assign_teachers(replace(settings, paths={}), batch, prompts)[0].tolist() == ["", "", ""]
     if not with_context:
         assert read is batch
         return

@@ -47,7 +47,7 @@ from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.losses.distillation import WholeLayer, as_numpy
 from workers.model.memory.fake_gpu import DEVICE, FLASH, Ledger, fake_gpus
 from workers.model.optimizer.optimizer import optimizer_state
-from workers.model.rules.families import kv_bytes
+from workers.model.rules.layer_sizes import kv_bytes
 from workers.model.sharding.stage_split import split_layers
 from workers.model.skeleton import build_skeleton
 from workers.model.stages.stage_pipeline import layer_costs

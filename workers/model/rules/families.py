@@ -11,10 +11,6 @@ anything starts.
 from collections.abc import Mapping
 from typing import Any
 
-from balancing.errors import CostModelError
-from balancing.model_counts import LayerCounts, count_layers
-from balancing.model_fields import Fields
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 INDEXED = "indexed_attention"
 CHUNKED = "chunked_attention"
@@ -219,29 +215,3 @@ def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _rotary_types(features: Mapping[str, Any]) -> list[str]:
     kinds = (table.get("rope_type", table.get("type")) for table in _rotary_tables(features))
     return sorted({kind for kind in kinds if isinstance(kind, str)})
-
-
-def head_sizes(text: Any) -> list[int]:
-    """Return the sizes of attention heads of a loaded configuration, ascending, none of latent attention."""
-    return sorted({layer.head for layer in _layers(text)} - {0})
-
-
-def kv_bytes(text: Any, tokens: int, *, windows: bool = True) -> int:
-    """Return the bytes that an engine keeps of a sequence in half precision, keys, values and states, by a
-    loaded configuration, or 0 if unknown.
-
-    windows: False counts all tokens of layers that look back a limited way, as vLLM asks for where it does
-    not free their blocks.
-    """
-    kept = 0
-    for layer in _layers(text):
-        reach = layer.window if windows and layer.window else tokens
-        kept += layer.kv * min(tokens, reach) + layer.state
-    return 2 * kept
-
-
-def _layers(text: Any) -> list[LayerCounts]:
-    try:
-        return count_layers(Fields(text))
-    except CostModelError:
-        return []
