@@ -10,7 +10,7 @@ import pytest
 from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
 from controller.rollout.model_scores import ScoreScales
-from controller.rollout.samples import RolloutBatch, assemble, sample_numbers, assign_teachers
+from controller.rollout.samples import RolloutBatch, assemble, assign_teachers, sample_numbers
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
 from workers.config.loss import TeacherConfig
@@ -149,7 +149,7 @@ def test_scores_of_models_are_scaled_by_all_so_far() -> None:
         for name, scores in batches.items():
             rollout = rollout.with_reward_part(f"model_{name}", np.array(scores[number]), weight=0.0)
         rewards = [score.reward for score in rollout.by_sample.values()]
-        scaled = scales.normalized(config, rollout)
+        scaled = scales.normalize(config, rollout)
         expected = np.array(rewards)
         for name, weight in config.reward.model.named_weights.items():
             new = np.array(batches[name][number])

@@ -24,7 +24,7 @@ def put_ray_in_process(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     monkeypatch.setattr("controller.sampling.sampling_run.ray_session", lambda *_, **__: nullcontext())
     # The real one ends all processes below its actor's, which here is the tests'.
     monkeypatch.setattr(
-        "workers.rollout.engine_actor._end_engine", lambda engine: engine and engine.shutdown()
+        "workers.rollout.engine_actor.end_engine", lambda engine: engine and engine.shutdown()
     )
     # vLLM looks for its kernels in every module, and llvmlite's library has no namespace to look into.
     monkeypatch.setattr("vllm.triton_utils.dispatcher.vars", _namespace, raising=False)
