@@ -55,6 +55,7 @@ ALLOWED = {
     ("workers/user_code/tools.py", "cloudpickle.loads"),
     ("workers/user_code/process.py", "pickle.loads"),
     ("controller/step.py", "cloudpickle.loads"),
+    ("controller/config/file.py", "pickle.loads"),  # defaults that this process has pickled
 }
 """What a worker has pickled a moment before, in the process of its own that exists to run it; and the user's
 own step (run.step), pickled by such a process, which the driver runs. A replay asks for --trust-run before.

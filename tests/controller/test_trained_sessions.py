@@ -33,7 +33,7 @@ from workers.errors import DataError
 from workers.model.engine import TrainingEngine
 from workers.model.rows.prefix_rows import pack_shared
 from workers.roles import model_worker
-from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.players import AgentPlayer
 
 # Of each turn: the turn that it extends, or -1, and its reward. 1, 2 or 4 leaves, so that means are exact in
 # float32.
@@ -87,8 +87,8 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     gradients: list[dict[str, Tensor]] = []
     batches: list[RemoteBatch] = []
 
-    async def grow(actor: VllmEngineActor, request: SampleRequest, access: Access) -> Score:
-        session = sessions[request.key] = actor._sessions[request.seed]
+    async def grow(player: AgentPlayer, request: SampleRequest, access: Access) -> Score:
+        session = sessions[request.key] = player._sessions[request.seed]
         place = 2 * int(request.uid) % 4 + request.sample
         rng, nodes = np.random.default_rng(place), list[Node]()
         for extended, reward in [*TREES[place], DROPPED]:
@@ -125,7 +125,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     trained = step.update_policy
     monkeypatch.setattr(model_worker, "TrainingEngine", exact)
     monkeypatch.setattr("workers.rollout.engine_actor.Gateway", StandInGateway)
-    monkeypatch.setattr(VllmEngineActor, "_ask_agent", grow)
+    monkeypatch.setattr(AgentPlayer, "_run_agent", grow)
     monkeypatch.setattr(TrainingEngine, "optimizer_step", keep)
     monkeypatch.setattr(
         step,

@@ -90,7 +90,7 @@ async def test_a_state_that_a_restart_would_load_again_is_not_deleted(server: Se
     for call in (step(name, 1), step(name, 2), save(name, 3)):
         await server.service.submit(*call)
     path = f"tinker://{name}/weights/at-3"
-    server.service.ended(of)
+    server.service.end_session(of)
     create = {"session_id": other, "model_seq_id": 0, "path": path}
     newer = (await server.service.submit("load_weights", body(**create)))["model_id"]
     for number in (1, 2):  # checkpoints of two steps are kept
@@ -151,7 +151,7 @@ def test_a_sampler_of_the_newest_weights_ends_with_its_model(
         for call in (learn(name, 2), step(name, 3), publish(name, 4)):
             await server.service.submit(*call)
         assert await drawn(server, sampler, 1)
-        server.service.ended(of)
+        server.service.end_session(of)
         for number in range(2):  # the second takes the policy also if there are two
             await model(server, other, number)
         for _ in range(2):  # also after a restart

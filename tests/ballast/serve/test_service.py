@@ -176,7 +176,7 @@ async def test_a_new_model_starts_from_the_base_and_replaces_the_last(server: Se
     await server.service.submit(*step(name, 2))
     with refused("create_model", RefusedError):
         await model(server, other)
-    server.service.ended(of)
+    server.service.end_session(of)
     newer = await model(server, other)
     assert server.run.weight == server.run.newest() == 0.0
     with refused("model_id", RefusedError):
@@ -222,7 +222,7 @@ async def test_models_have_a_policy_each_and_their_samplers_by_name(server: Serv
     assert len({await drawn(server, each, 1) for each in (*samplers, base)}) == 3
     assert await drawn(server, base, 2) == at_first
     assert await drawn(server, samplers[0], 3)
-    server.service.ended(of)
+    server.service.end_session(of)
     newer = await model(server, third)
     assert server.run.weights["policy-1"] == 0.0 and server.run.weights["policy-2"] == -0.2
     for call in (step(first, 4),):
@@ -253,7 +253,7 @@ async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_o
     with refused("sampling_session_id", RefusedError):
         server.service.samplers.sample(asked(first, 2))
     assert await answer(second, 2) != await answer(third, 2)
-    server.service.ended(of)
+    server.service.end_session(of)
     newer = await model(server, other)  # which takes the same policy, and publishes the base model's weights
     known = await answer(third, 3)
     assert known and newer != name

@@ -23,7 +23,7 @@ from workers.errors import ConfigError
 STARTER = """
 import sys
 from controller.config import load
-from controller.checkpoints.run_lock import locked
+from controller.checkpoints.run_lock import lock_run
 
 def run():
     print("runs", flush=True)
@@ -33,7 +33,7 @@ config = load("config.yaml", sys.argv[1:])
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    locked(config, run)()
+    lock_run(config, run)()
 except Exception as error:
     print(error, flush=True)
 """

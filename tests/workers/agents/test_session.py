@@ -214,6 +214,17 @@ def test_a_history_extends_the_turn_that_it_repeats(answer: list[dict[str, Any]]
     assert (found.parent is deeper, found.covered == len(messages) + 1) == (matches, matches)
 
 
+@pytest.mark.parametrize("sampled", ["", "{}", " { } ", None, {}])
+@pytest.mark.parametrize("read", ["", "{}", None, {}])
+def test_a_call_without_arguments_is_the_same_in_all_its_forms(sampled: Any, read: Any) -> None:
+    """A call that is cut before its arguments is streamed with an empty text, and templates get a mapping."""
+    session, new = Session("s", max_turns=9), message("user", [3])
+    said = SAID | {"tool_calls": [changed_call(arguments=sampled)]}
+    node = session.add(session.find([message("user", [1])]), ids([1]), response([5]), number=0, message=said)
+    history = [message("user", [1]), SAID | {"tool_calls": [changed_call(arguments=read)]}, new]
+    assert session.find(history).parent is node
+
+
 @pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("changed", ["1 1 1 1", "1 1\n1 1 ", " 1 1\n1 1", "1 1\n\n1 1", "11\n11"])

@@ -16,7 +16,7 @@ segment.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -136,6 +136,10 @@ def choose_backend(
 class RowAttention:
     kernel: PackedAttention
     states: StateRow
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self.states.lengths
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
         return self.kernel(query, key, value, scale, **features)
