@@ -43,10 +43,10 @@ def prepare_environment(config: RolloutConfig, placement: str) -> None:
             "1"  # CUDA handles travel to the engine's processes pickled
         )
     if placement == "shared_memory":
-        os.environ.update(_cpu_environment(config))
+        os.environ.update(cpu_environment(config))
 
 
-def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
+def cpu_environment(config: RolloutConfig) -> dict[str, str]:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
     return {
         "OMP_NUM_THREADS": str(threads),

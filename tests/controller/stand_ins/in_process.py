@@ -3,6 +3,7 @@
 Each process of a real Ray imports what its actor needs: an engine starts in 3 CPU seconds here, in 25 there.
 """
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.controller.stand_ins.run import LocalReservation, NoMetrics
+from workers.config.rollout import RolloutConfig
+from workers.engine.vllm_interface import cpu_environment
 
 CPUS = LocalReservation([[]] * 8)
 """No rank has a GPU."""
@@ -19,6 +22,9 @@ def put_ray_in_process(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     """Run actors in this process until the test ends. Returns their Ray."""
     local = LocalRay({})
     local.install(monkeypatch)
+    # An actor sets these for its process. Here they must end with the test: ranks of later ones inherit them.
+    for name, value in cpu_environment(RolloutConfig(threads=1)).items():
+        monkeypatch.setenv(name, os.environ.get(name, value))
     monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: CPUS)
     monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
     monkeypatch.setattr("controller.sampling.sampling_run.ray_session", lambda *_, **__: nullcontext())
