@@ -390,7 +390,7 @@ def _selection_lines(config: TrainingConfig, role: Role) -> Iterator[str]:
 
 def _plain_bytes(role: Role, quantization: "Quantization") -> int:
     """Return the bytes of a quantized model's weights in half precision."""
-    from workers.model.skeleton import weight_shapes
+    from workers.model.weight_files import weight_shapes
 
     shapes = weight_shapes(read_model_files(role.model.path, role.key).folder)
     plain = quantization.plain_shapes(shapes, f"{role.key}={role.model.path}")

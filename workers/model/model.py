@@ -48,11 +48,9 @@ from workers.model.sharding.parallel import full_tensor
 from workers.model.sharding.stage_layers import Part, Passing, carried
 from workers.model.sharding.tensor_parallel import find_experts, own_vocabulary
 from workers.model.vision.tower import Vision
+from workers.model.weight_files import Shapes
 
 log = logging.getLogger(__name__)
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of weights, by name."""
 
 
 def compute_dtype(setting: str, device: torch.device) -> torch.dtype:

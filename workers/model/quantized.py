@@ -21,11 +21,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import cached_file
 
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.json_file import read_json
+from workers.model.weight_files import Shapes, list_weight_files
 
-Shapes = dict[str, tuple[int, ...]]
 FIELD = "quantization_config"
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = (128, 128)  # of fp8, where config.json names none
 FP4_PER_BYTE, EXPONENT_BIAS = 2, 127
 SCALES = ("_scale_inv", "_scale")
@@ -191,12 +189,9 @@ def _plain_weights(path: str, quantization: Quantization) -> dict[str, Any]:
 
 
 def _slices(folder: Path, key: str) -> dict[str, Any]:
-    index = folder / INDEX
-    is_one_file = (folder / ONE_FILE).is_file()
-    files = [ONE_FILE] if is_one_file else sorted(set(read_json(index, key)["weight_map"].values()))
     slices: dict[str, Any] = {}
-    for file in files:
-        weights = safe_open(folder / file, framework="pt")  # each slice keeps its file open
+    for file in list_weight_files(folder, key):
+        weights = safe_open(file, framework="pt")  # each slice keeps its file open
         slices |= {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (not a mapping)
     return slices
 

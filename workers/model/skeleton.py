@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,16 +23,14 @@ from workers.json_file import read_json
 from workers.model.model import (
     LanguageModel,
     PackedModel,
-    Shapes,
     check_complete,
     read_config,
     read_pretrained,
 )
 from workers.model.quantized import quantization_of
 from workers.model.value_head import HEAD, LOADERS
+from workers.model.weight_files import weight_shapes
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LFS_POINTER = b"version https://git-lfs"
 CLASSES: dict[str, tuple[Any, ...]] = {
     "lm": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     "value": (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,),
@@ -144,47 +141,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def weight_shapes(folder: Path) -> Shapes:
-    """Read the shape of every weight, by name, from the headers of the model's files.
-
-    Raises ConfigError for a file that is missing, torn, or does not hold what the index says.
-    """
-    key = f"model.path={folder}"
-    if (folder / ONE_FILE).is_file():
-        return _shapes_of_file(folder / ONE_FILE, key)
-    if not (folder / INDEX).is_file():
-        raise ConfigError(f"{key}: {folder} has neither {ONE_FILE} nor {INDEX}. Save the model in that form.")
-    files = read_json(folder / INDEX, key).get("weight_map")
-    if not isinstance(files, Mapping):
-        raise ConfigError(f"{key}: {folder / INDEX} has no weight_map. Fetch the model again.")
-    shapes: Shapes = {}
-    for file in sorted(set(map(str, files.values()))):
-        if Path(file).name != file or not (folder / file).is_file():
-            raise ConfigError(
-                f"{key}: {folder} lacks {file[:80]}, which {INDEX} names. Fetch the model again."
-            )
-        shapes |= _shapes_of_file(folder / file, key)
-    if missing := sorted(set(files) - set(shapes)):
-        file = files[missing[0]]
-        raise ConfigError(
-            f"{key}: {folder / file} lacks {missing[0]}, which {INDEX} names. Fetch the model again."
-        )
-    return shapes
-
-
-def _shapes_of_file(file: Path, key: str) -> Shapes:
-    try:
-        with safe_open(file, framework="np") as weights:
-            names = weights.keys()  # a file of safetensors is not a mapping
-            return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    except SafetensorError as error:
-        with file.open("rb") as start:
-            is_pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
-        reason = (
-            "it is a pointer of Git LFS. Run `git lfs pull`" if is_pointer else f"{error}. Fetch it again"
-        )
-        raise ConfigError(f"{key}: {file} is not a whole safetensors file: {reason}.") from None
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}.") from None

@@ -26,6 +26,7 @@ from workers.errors import OutputError, clause
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion
 from workers.model.quantized import FIELD
 from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
+from workers.model.weight_files import INDEX
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
@@ -37,7 +38,6 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 FILE_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Suffixes of weights and their indices, in any format, including pickles."""
 
