@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from workers.model.attention.attention import PackedAttention
-from workers.model.attention.exchange import AllToAll, HeadExchange
+from workers.model.attention.exchange import HeadExchange
 from workers.model.attention.states import StateRow
 from workers.model.copies import to_device
 from workers.model.rows.packing import PackedRow
@@ -96,11 +96,8 @@ class Ulysses:
         self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device
     ) -> None:
         self._attention = attention
-        self._group = group
-        self._size = group.size()
-        self.states = StateRow(row.padded_lengths, device, HeadExchange(row, group, device))
-        by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
-        self._by_rank, self._in_order = to_device(device, by_rank, by_rank.argsort())
+        self._exchange = HeadExchange(row, group, device)
+        self.states = StateRow(row.padded_lengths, device, self._exchange)
 
     def __call__(
         self,
@@ -113,23 +110,11 @@ class Ulysses:
         **features: Any,
     ) -> Tensor:
         """query [1, H, T/cp, D], key and value [1, K, T/cp, D] -> [1, T/cp, H, D]."""
-        repeats = math.lcm(key.shape[1], self._size) // key.shape[1]
+        repeats = math.lcm(key.shape[1], self._exchange.size) // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         if sinks is not None:
-            features["sinks"] = sinks.chunk(self._size)[self._group.rank()]
-        sequences = self._to_whole_sequences(query, key, value)
-        return self._to_all_heads(self._attention(*sequences, scale, **features))
-
-    def _to_whole_sequences(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """[1, h, T/cp, D] each -> [1, h/cp, T, D] each, tokens in row order, in one exchange."""
-        tokens, dim = tensors[0].shape[2:]
-        shares = [tensor.view(self._size, -1, tokens, dim) for tensor in tensors]
-        received = AllToAll.apply(torch.cat(shares, dim=1), self._group)
-        sequences = received.transpose(0, 1).flatten(1, 2).index_select(1, self._in_order)
-        return sequences[None].split([share.shape[1] for share in shares], dim=1)
-
-    def _to_all_heads(self, output: Tensor) -> Tensor:
-        """[1, T, H/cp, D] -> [1, T/cp, H, D]."""
-        tokens, heads, dim = output.shape[1:]
-        shares = output[0].index_select(0, self._by_rank).view(self._size, tokens // self._size, heads, dim)
-        return AllToAll.apply(shares, self._group).transpose(0, 1).flatten(1, 2)[None]
+            features["sinks"] = self._exchange.own_share(sinks)
+        by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        whole = self._exchange.to_whole_sequences(by_token)
+        sequences = [tensor.transpose(0, 1)[None] for tensor in whole]
+        return self._exchange.to_all_heads(self._attention(*sequences, scale, **features)[0])[None]
