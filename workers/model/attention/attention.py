@@ -16,7 +16,7 @@ segment.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -136,10 +136,6 @@ def choose_backend(
 class RowAttention:
     kernel: PackedAttention
     states: StateRow
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self.states.lengths
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
         return self.kernel(query, key, value, scale, **features)
@@ -367,7 +363,9 @@ def ballast_packed(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, values = _of_one_size(query, key, value)
     if indices is not None and indices.shape[-1]:
-        output = selected_attention(query, key, values, scale, packed_attention.lengths, indices, **computed)
+        output = selected_attention(
+            query, key, values, scale, packed_attention.states.lengths, indices, **computed
+        )
     else:
         output = packed_attention(query, key, values, scale, **computed)
     # Some families take a view of the output.

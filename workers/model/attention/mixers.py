@@ -20,6 +20,7 @@ from torch import nn
 
 from workers.errors import UnsupportedModelError
 from workers.model.attention.states import (
+    RowHook,
     StateRow,
     follow_rows,
     follows_rows,
@@ -56,7 +57,7 @@ def split_by_segment(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         mixers = [_Mixer(mixer) for mixer in find_mixers(layer)]
         if mixers:
-            layer.register_forward_pre_hook(_SegmentHook(mixers), with_kwargs=True)
+            layer.register_forward_pre_hook(RowHook(mixers), with_kwargs=True)
 
 
 class _Mixer:
@@ -80,13 +81,3 @@ class _Mixer:
         if len(row.lengths) < 2 or not sees_row:
             return self._forward(*arguments, **named)
         return in_batches(row, self._forward, *arguments, **named)
-
-
-class _SegmentHook:
-    def __init__(self, mixers: list[_Mixer]) -> None:
-        self._mixers = mixers
-
-    def __call__(self, layer: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        attention = named.get("packed_attention")
-        for mixer in self._mixers:
-            mixer.row = None if attention is None else attention.states

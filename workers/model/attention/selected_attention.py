@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.errors import UnsupportedModelError
+from workers.model.attention.states import RowHook, StateRow
 from workers.model.rules.families import SELECTED_TOKENS
 
 QUERY_BLOCK = 256
@@ -50,7 +51,7 @@ def select_by_segment(layers: Iterable[nn.Module], model: str) -> None:
     for layer in layers:
         selectors = [_Selector(indexer) for indexer in find_indexers(layer)]
         if selectors:
-            layer.register_forward_pre_hook(_SegmentHook(selectors), with_kwargs=True)
+            layer.register_forward_pre_hook(RowHook(selectors), with_kwargs=True)
         count += len(selectors)
     if not count:
         raise UnsupportedModelError(
@@ -63,7 +64,7 @@ class _Selector:
     def __init__(self, indexer: nn.Module) -> None:
         self._indexer = indexer
         self._score: Callable[..., Tensor] = indexer.forward
-        self.lengths: Sequence[int] | None = None  # unless the row is packed
+        self.row: StateRow | None = None  # unless packed
         indexer.forward = self  # type: ignore[method-assign, assignment]
 
     @torch.compiler.disable  # traced, it would recompile for every list of lengths
@@ -77,14 +78,14 @@ class _Selector:
         past_key_values: Any = None,
     ) -> Tensor:
         """Return the places of the selected tokens within their segment, int32 [1, T, k]."""
-        if self.lengths is None:
+        if self.row is None:
             return self._score(hidden, queries, rotary, mask, positions, past_key_values=past_key_values)
         limit = self._indexer.index_topk
-        if max(self.lengths) <= limit:
+        if max(self.row.lengths) <= limit:
             return positions.new_zeros(1, hidden.shape[1], 0, dtype=torch.int32)
         selected = []
         start = 0
-        for length in self.lengths:
+        for length in self.row.lengths:
             rows = [part[:, start : start + length] for part in (hidden, queries, *rotary, positions)]
             selected.append(self._select(rows, length, limit))
             start += length
@@ -113,16 +114,6 @@ class _SegmentKeys:
     def update_indexer(self, keys: Tensor, layer_index: int) -> Tensor:
         self._blocks.append(keys)
         return torch.cat(self._blocks, dim=1)
-
-
-class _SegmentHook:
-    def __init__(self, selectors: list[_Selector]) -> None:
-        self._selectors = selectors
-
-    def __call__(self, layer: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        attention = named.get("packed_attention")
-        for selector in self._selectors:
-            selector.lengths = None if attention is None else attention.lengths
 
 
 def selected_attention(

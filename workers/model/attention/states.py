@@ -40,20 +40,19 @@ CONVOLUTION = "causal_conv1d_fn"
 
 @dataclass(frozen=True)
 class Kernel:
-    """Name the function of a package that transformers calls in place of a reference."""
+    """Name the function that transformers calls in place of a reference."""
 
     module: str
     function: str
-    package: str
 
     def is_installed(self) -> bool:
         return _has_function(self.module, self.function)
 
 
-CAUSAL_CONV = Kernel("causal_conv1d", "causal_conv1d_fn", "causal-conv1d")
-GATED_DELTA = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "flash-linear-attention")
-KIMI_DELTA = Kernel("fla.ops.kda", "chunk_kda", "flash-linear-attention")
-STATE_SPACE = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", "mamba-ssm")
+CAUSAL_CONV = Kernel("causal_conv1d", "causal_conv1d_fn")
+GATED_DELTA = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+KIMI_DELTA = Kernel("fla.ops.kda", "chunk_kda")
+STATE_SPACE = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 KERNELS = {
     CONVOLUTION: CAUSAL_CONV,
     "torch_chunk_gated_delta_rule": GATED_DELTA,
@@ -194,6 +193,18 @@ def over_row(row: StateRow) -> Iterator[None]:
         _row.reset(token)
 
 
+class RowHook:
+    """Before a layer runs, set `row` of what looks along its sequences. A padded layer has none."""
+
+    def __init__(self, followers: Sequence[Any]) -> None:
+        self._followers = followers
+
+    def __call__(self, layer: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        attention = named.get("packed_attention")
+        for follower in self._followers:
+            follower.row = None if attention is None else attention.states
+
+
 def follows_rows(mixer: nn.Module) -> bool:
     """Return whether a mixer looks along the sequence by functions of `KERNELS` alone."""
     called = _functions_of(mixer)
@@ -211,10 +222,6 @@ def sharing_problem(mixers: Sequence[nn.Module], ranks: int) -> str:
         if undivided := [count for count in (*heads[:1], *channels) if count % ranks]:
             return f"{name} with {undivided[0]} heads or channels, which they do not divide"
     return ""
-
-
-def kernels_of(mixer: nn.Module) -> list[Kernel]:
-    return [KERNELS[name] for name in sorted(_functions_of(mixer) & KERNELS.keys())]
 
 
 def follow_rows(mixer: nn.Module) -> None:

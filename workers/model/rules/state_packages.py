@@ -1,6 +1,6 @@
 """Packages whose kernels a model's layers with a state run on, by its config.json. Imports nothing heavy.
 
-The names of the packages are those of `workers.model.attention.states.KERNELS`.
+The modules are those of `workers.model.attention.states.KERNELS`.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,5 @@ def missing_kernels(features: Mapping[str, Any]) -> str:
         return ""
     text = f"its layers with a state run without {' and '.join(missing)}"
     if missing != ["causal-conv1d"]:
-        text += (
-            ", by transformers' references, which wait for thousands of small kernels. A layer of "
-            "Qwen3.5-9B then takes 80 to 450 ms of 16,384 tokens on an H200, more the longer its sequences "
-            "are, where its MLP takes 21"
-        )
+        text += ", by transformers' references, which wait for thousands of small kernels"
     return text
