@@ -172,8 +172,7 @@ def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
             raise
         raise ConfigError(
             f"model.path={arguments.model}: its config.json has no {field}, which vLLM reads. Add it, as in "
-            "the "
-            "published checkpoint."
+            "the published checkpoint."
         ) from error
 
 
