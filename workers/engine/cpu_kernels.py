@@ -4,16 +4,19 @@
                                                      no --> vLLM's own way, eight calls of torch
     tokens of an adapter, together --> two products        vLLM's own way copies the adapter for each token
     queries [tokens, heads, size] --flat--> rotary kernel  which rotates other numbers of three dimensions
+    experts by score + correction bias                     vLLM's own way leaves out the bias, or sigmoids
 
 The eight calls take a tenth of a small model's time. The engine's `ir_op_priority` names the kernels.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops, ir
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
@@ -144,3 +147,38 @@ def rotate(
 rotate_flat = RotaryEmbedding.forward_cpu
 if current_platform.is_cpu():
     RotaryEmbedding.forward_cpu = rotate
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
+
+
+def route(
+    self: CPURouter,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    indices_type: torch.dtype | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return (weights float32, experts int32), both [tokens, top_k]. router_logits: [tokens, experts].
+
+    Experts are those of the largest score + bias, weighted by their scores without the bias, as on GPUs. Without
+    groups of experts, vLLM 0.32 on CPUs leaves out the bias of ERNIE 4.5 and asserts that MiniMax M2 has no
+    sigmoids.
+    """
+    has_bias = self.e_score_correction_bias is not None
+    is_plain = self.scoring_func == "softmax" and not has_bias
+    is_known = self.scoring_func in SCORES and self.custom_routing_function is None
+    if self.use_grouped_topk or is_plain or not is_known:
+        return route_without_bias(self, hidden_states, router_logits, indices_type, **options)
+    scores = SCORES[self.scoring_func](router_logits.float())
+    choice = scores + self.e_score_correction_bias if has_bias else scores
+    experts = choice.topk(self.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if self.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * self.routed_scaling_factor, experts.to(torch.int32)
+
+
+route_without_bias = CPURouter._compute_routing
+if current_platform.is_cpu():
+    CPURouter._compute_routing = route

@@ -9,6 +9,7 @@ from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper import get_punica_wrapper
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from workers.engine.cpu_kernels import NORMS, PROVIDER, GroupedAdapters
@@ -49,6 +50,36 @@ def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str
         assert (
             operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"
         )  # of 32 numbers
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
+def test_experts_are_chosen_with_the_bias_and_weighted_without_it(
+    scoring_func: str, has_bias: bool, renormalize: bool
+) -> None:
+    """As transformers' ERNIE 4.5 (softmax) and MiniMax M2 (sigmoid) route."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 4)
+    bias = torch.tensor([0.0, 2.0, -1.0, 0.5]) if has_bias else None
+    router = CPURouter(
+        2,
+        4,
+        renormalize=renormalize,
+        scoring_func=scoring_func,
+        routed_scaling_factor=1.5,
+        e_score_correction_bias=bias,
+    )
+    weights, experts = router._compute_routing(logits, logits, torch.int32)
+    scores = torch.softmax(logits, -1) if scoring_func == "softmax" else torch.sigmoid(logits)
+    for token in range(5):
+        values = scores[token] + (bias if has_bias else 0)
+        expected = sorted(range(4), key=lambda expert: -float(values[expert]))[:2]
+        assert experts[token].tolist() == expected
+        chosen = scores[token, expected]
+        total = float(chosen.sum()) if renormalize else 1.0
+        scale = 1.5 if has_bias or scoring_func == "sigmoid" else 1.0  # vLLM scales plain softmax elsewhere
+        torch.testing.assert_close(weights[token], chosen / total * scale)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
