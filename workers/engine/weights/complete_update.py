@@ -11,6 +11,7 @@ vLLM by itself keeps the old weights of omitted parameters, with a warning in a 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
@@ -39,6 +41,7 @@ from workers.engine.weights.weight_transfer import FROZEN_VISION
 
 OUTPUT_LAYER = "lm_head.weight"
 STACKED_EXPERTS = ".mlp.experts."
+SINKS = ".attention_sink_bias"
 
 
 def find_missing(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
@@ -84,6 +87,14 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     return kernels
 
 
+def _name_loaders(model: nn.Module) -> None:
+    """Give partial functions their function's name, for which vLLM's reload asks (norms of MiniMax M2)."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+
 @dataclass
 class _Translated:
     """Stand for a model, and rename or drop weights before the model loads them."""
@@ -120,6 +131,17 @@ def _gpt_oss(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tenso
         yield name, weight
 
 
+def _mimo(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Load the sinks of MiMo V2, which vLLM copies without a loader, so that a reload would lose them."""
+    if name.endswith(SINKS):
+        sinks = model.get_parameter(name)
+        heads = len(sinks)  # of this rank
+        load = getattr(sinks, "weight_loader", default_weight_loader)
+        load(sinks, weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+    else:
+        yield name, weight
+
+
 def _load_experts(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """Load as `layer.load_weights`, but a projection of all experts in one call, stacked.
 
@@ -152,12 +174,14 @@ def _stack_experts(model: nn.Module) -> None:
     for layer in model.modules():
         plain = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
         if plain and isinstance(layer, RoutedExperts) and layer.local_num_experts == layer.global_num_experts:
-            layer.load_weights = partial(_load_experts, layer)
+            layer.load_weights = MethodType(_load_experts, layer)  # vLLM asks loaders for their name
 
 
 def _as_it_loads(model: nn.Module) -> Any:
     if isinstance(model, GptOssForCausalLM):
         return _Translated(model, _gpt_oss)
+    if any(name.endswith(SINKS) for name, _ in model.named_parameters()):
+        return _Translated(model, _mimo)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return model if any(name.endswith(OUTPUT_LAYER) for name in names) else _Translated(model, _drop_tied)
 
@@ -174,6 +198,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
     vllm_config: Any
 
     def start_weight_update(self) -> None:
+        _name_loaders(self.model)
         super().start_weight_update()
         self._kernels = _take_kernels(self.model)
         _stack_experts(self.model)
