@@ -18,13 +18,13 @@ PLACEMENT = "colocated"
 
 def send(folder: Path) -> Outcome:
     """What became of the model in `folder` in an engine, after an update."""
-    if not _is_known(folder):
+    if not is_known(folder):
         return Outcome("not there", reason="vLLM has no such architecture")
     # Where vLLM runs transformers' classes, it changes how they are called, those of the trainer in this
     # process too.
     nn.Module.do_not_compile = True  # type: ignore[assignment]
     try:
-        found = transfer(str(folder), PLACEMENT, 0)
+        outcome = transfer(str(folder), PLACEMENT, 0)
     except BallastError as error:
         return Outcome("refused", reason=str(error))
     except Exception as error:
@@ -32,22 +32,23 @@ def send(folder: Path) -> Outcome:
             ""
         ]
         return Outcome("crash", reason=f"{type(error).__name__}: {lines[-1].strip()}")
-    difference = max(found["before"], found["sent"])
+    difference = max(outcome["before"], outcome["sent"])
     if difference < LOG_PROB_TOLERANCE:
         return Outcome("exact", difference)
     for equal_weights, mean in (
-        (AtEqualWeights.FIRST, found["before_mean"]),
-        (AtEqualWeights.CHANGED, found["sent_mean"]),
+        (AtEqualWeights.FIRST, outcome["before_mean"]),
+        (AtEqualWeights.CHANGED, outcome["sent_mean"]),
     ):
         if problem := beyond(mean, difference, PolicyConfig.max_mismatch, "float32", equal_weights):
             return Outcome("refused", difference, problem)  # by the first step of a run
     # Before any transfer: what a run shows as its mismatch, and goes on with.
     return Outcome(
-        "close" if found["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own"
+        "close" if outcome["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own"
     )
 
 
-def _is_known(folder: Path) -> bool:
+def is_known(folder: Path) -> bool:
+    """Return whether vLLM has a class of its own for the model."""
     from vllm import ModelRegistry
 
     architectures = AutoConfig.from_pretrained(folder).architectures or []

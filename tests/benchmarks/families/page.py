@@ -21,9 +21,10 @@ pass of one sequence at a time.
 A number is the largest difference of a token's log-prob in nats. Gradients agree too. Ulysses and ring share each
 sequence between two ranks ([context parallelism](parallelism.md)), in the packed layout. For the last column
 all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
-trainer's. The cell is empty if vLLM does not have the family. `close` means that engine and transformers differ
-slightly before any transfer, by less than a run allows in its first step (1e-3 nats per token on average). The run
-shows this difference as its mismatch. `crash` means that vLLM's own loader raises.
+trainer's. The cell is empty if vLLM does not have the family, and `below` leads to the models in the form of their
+checkpoints: engines read fields of a config.json that transformers' classes do not set. `close` means that engine and
+transformers differ slightly before any transfer, by less than a run allows in its first step (1e-3 nats per token on
+average). The run shows this difference as its mismatch. `crash` means that vLLM's own loader raises.
 
 A run with a refused model ends before its first sample, with a message that names the reason and the setting to
 change:
@@ -46,6 +47,8 @@ Families are measured with plain weights. [Quantized checkpoints](rollout-engine
 read as the weights that they stand for, or refused.
 
 """
+
+BELOW = "[below](#models-in-the-form-of-their-checkpoints)"
 
 IMAGES = "## Models that see images"
 
@@ -145,7 +148,7 @@ def images_markdown(found: dict[str, Outcomes]) -> str:
 
 
 def _is_refused_alike(cells: list[str]) -> bool:
-    return cells[0].startswith("refused") and len({*filter(None, cells)}) == 1
+    return cells[0].startswith("refused") and len({*cells} - {"", BELOW}) == 1
 
 
 def _listed(title: str, reasons: dict[str, str]) -> str:
@@ -177,6 +180,8 @@ def _cell(outcome: Outcome | None) -> str:
         return ""
     if outcome.verdict == "exact":
         return f"{outcome.difference:.0e}"
+    if outcome.verdict == "below":
+        return BELOW
     reason = next((short for part, short in SHORT.items() if part in outcome.reason), _uses(outcome.reason))
     size = f" {outcome.difference:.2g}" if outcome.difference is not None else ""
     return f"{outcome.verdict}{size}: {reason}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -37,6 +38,7 @@ TINY: dict[str, Any] = SIZES | {
     "n_groups": 1,
     "num_local_experts": 4,
     "num_position_embeddings": 64,
+    "swa_v_head_dim": 32,
     "top_k_experts": 2,
 }
 """Upper bounds by name, beyond those of `shrinking`."""
@@ -67,8 +69,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Sizes that follow from others, by `model_type`. DeepSeek and its kind have as many key as query heads."""
 
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-"""The sizes of a latent that vLLM has kernels for, those of DeepSeek V3."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_head_dim": 128}
+"""The sizes of a latent that vLLM has kernels for, those of DeepSeek V3, and of its selection of tokens."""
+
+
+PREFIXES = {"gemma3": {"vision_tower.": "vision_tower.vision_model."}}
+"""Names of weights in published files, by the names that transformers saves."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,13 @@ def published() -> dict[str, Published]:
     """Return the families by their name in docs/models.md."""
     records = json.loads(FILE.read_text(encoding="utf-8"))
     return {name: Published(name, record["source"], record["config"]) for name, record in records.items()}
+
+
+def published_types() -> set[str]:
+    """Return every `model_type` with a published form, those of text parts too."""
+    descriptions = [family.description for family in published().values()]
+    texts = [description["text_config"] for description in descriptions if "text_config" in description]
+    return {str(description["model_type"]) for description in (*descriptions, *texts)}
 
 
 def tiny_description(family: Published) -> dict[str, Any]:
@@ -130,15 +143,19 @@ def _shrunk(description: dict[str, Any]) -> dict[str, Any]:
             tiny[name] = VOCABULARY - 1 - sorted(description).index(name)
         elif name.endswith("_token_id") and isinstance(value, list):
             tiny[name] = [2]
+        elif name == "fullatt_block_indexes":
+            tiny[name] = [1]
     if letters:
         tiny[LETTERS] = letters
     if "kv_lora_rank" in tiny:  # one latent for all heads
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
-        tiny |= LATENT
-    rope = tiny.get("rope_parameters") or {}
-    if "mrope_section" in rope:
-        half = int(tiny["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
-        tiny["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+        tiny |= {name: size for name, size in LATENT.items() if name in tiny}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = tiny.get(name) or {}
+        if "mrope_section" in rope:
+            head_dim = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+            half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+            tiny[name] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     return tiny | CHANGES.get(str(tiny.get("model_type")), {})
 
 
@@ -171,24 +188,35 @@ def save_published(family: Published, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(description, indent=1)
     (folder / "config.json").write_text(text, encoding="utf-8")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     processor = None
     if family.has_tower:
         processor = processor_for(LIKE.get(family.model_type, family.model_type), config, EDGE)
         description |= _token_ids(description, processor)
         text = json.dumps(description, indent=1)
         (folder / "config.json").write_text(text, encoding="utf-8")
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = getattr(transformers, description["architectures"][0])(config).float()
     fill_zeros(model)
     model.to(stored_dtype(description)).save_pretrained(folder)
     (folder / "config.json").write_text(text, encoding="utf-8")
+    _rename_weights(folder, PREFIXES.get(family.model_type, {}))
     (folder / "generation_config.json").unlink(missing_ok=True)
     if processor is None:
         save_tokenizer(folder, VOCABULARY)
     else:
         processor.save_pretrained(folder)
         AutoProcessor.from_pretrained(folder, local_files_only=True)
+
+
+def _rename_weights(folder: Path, prefixes: dict[str, str]) -> None:
+    """Give weights the names of published files, where transformers saves others."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for prefix, published_prefix in prefixes.items():
+        for name in [name for name in weights if name.startswith(prefix)]:
+            weights[published_prefix + name.removeprefix(prefix)] = weights.pop(name)
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _token_ids(description: dict[str, Any], processor: Any) -> dict[str, int]:

@@ -6,7 +6,7 @@ from tests.benchmarks.families.measuring import Outcome
 from tests.benchmarks.families.published import Published, tiny_description
 
 PUBLISHED = "## Models in the form of their checkpoints"
-COLUMNS = ("trains", "saves", "resumes", "LoRA", "engine", "cp", "tp", "ep")
+COLUMNS = ("trains", "saves", "resumes", "LoRA", "engine", "images", "cp", "tp", "pp", "ep")
 VERDICTS = ("exact", "close", "refused", "crash", "wrong")
 HEADER = (
     PUBLISHED
@@ -24,7 +24,8 @@ a published config.json, shrunk in size (`tests/benchmarks/families/published.js
 - LoRA: `all-linear` adapters train, and merge into weights with the base model's names.
 - engine: vLLM on a CPU loads changed, saved weights and takes an update. `close` is the mean difference of a log-prob
   for models that it computes in bfloat16 only.
-- cp, tp, ep: whether a run with context, tensor or expert parallelism of 2 is allowed to start.
+- images: log-probs with images in the packed layout equal the family's own. Empty if it sees none.
+- cp, tp, pp, ep: whether a run with context, tensor, pipeline or expert parallelism of 2 is allowed to start.
 
 Reasons are the messages of Ballast, transformers or vLLM themselves.
 
@@ -70,7 +71,7 @@ def replace_section(page: str, heading: str, section: str, *, before: str) -> st
 
 
 def _cell(outcome: Outcome | None) -> str:
-    if outcome is None:
+    if outcome is None or outcome.verdict == "not there":
         return ""
     if outcome.verdict == "exact":
         return f"{outcome.difference:.0e}" if outcome.difference else "yes"
@@ -83,7 +84,7 @@ def _reasons(found: dict[str, dict[str, Outcome]]) -> list[str]:
     for name, outcomes in found.items():
         for column in COLUMNS:
             outcome = outcomes.get(column)
-            if outcome is not None and outcome.verdict not in ("exact", "close"):
+            if outcome is not None and outcome.verdict not in ("exact", "close", "not there"):
                 names.setdefault((column, _short(outcome.reason)), []).append(name)
     return [f"{column}: {reason} ({', '.join(families)})" for (column, reason), families in names.items()]
 

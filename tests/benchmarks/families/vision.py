@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -54,6 +55,7 @@ LIKE = {
 }
 """Types that transformers lists without processors of their own, and whose they use."""
 LITERAL = re.compile(r"""["'](<[^"'\s{}]{1,40}>|\[[A-Z_]+\])["']""")
+LINES = {"gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n")}  # tokens that vLLM looks up around images
 NAMED = re.compile(r"tokenizer\.(\w+_token)\b")
 
 
@@ -139,13 +141,13 @@ def processor_for(model_type: str, config: Any, pixels_an_edge: int) -> Any:
         for edge, pixels in dict(getattr(of_images, name, None) or {}).items():
             if pixels < 2000:  # others are areas
                 getattr(of_images, name)[edge] = pixels_an_edge
-    parts = {
-        "image_processor": of_images,
-        "tokenizer": byte_tokenizer(dict.fromkeys(LITERAL.findall(source)), named, **special),
-    }
+    literals = dict.fromkeys((*LITERAL.findall(source), *LINES.get(model_type, ())))
+    parts = {"image_processor": of_images, "tokenizer": byte_tokenizer(literals, named, **special)}
     takes = inspect.signature(found.__init__).parameters
     if "video_processor" in takes and model_type in VIDEO_PROCESSOR_MAPPING_NAMES:
         parts["video_processor"] = _class_of(VIDEO_PROCESSOR_MAPPING_NAMES[model_type])()
+    if "feature_extractor" in takes and model_type in FEATURE_EXTRACTOR_MAPPING_NAMES:
+        parts["feature_extractor"] = _class_of(FEATURE_EXTRACTOR_MAPPING_NAMES[model_type])()
     settings = {
         "patch_size": patch,
         "num_image_tokens": (pixels_an_edge // patch) ** 2 if isinstance(patch, int) else None,
