@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.benchmarks.families.measuring import Outcome
+from tests.benchmarks.families.published import published
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout import stand_ins
@@ -212,6 +215,24 @@ def check_transfer(
 @pytest.mark.parametrize(("family", "placement"), BY_DEFAULT)
 def test_what_the_policy_learned_is_what_the_engine_samples_with(processes, tmp_path, family, placement):
     check_transfer(processes, tmp_path / "model", family, placement)
+
+
+PUBLISHED = ["ERNIE 4.5 MoE", "GLM 4.7 Flash", "Gemma 3 4B", "Gemma 4", "LFM2.5", "MiniMax M2", "gpt-oss"]
+
+
+def sample_published(name: str, folder: Path) -> Outcome:
+    """Return what an engine makes of a tiny model with the fields of a published config.json."""
+    from tests.benchmarks.families import whole  # which imports this module
+
+    problem = whole.build_published(published()[name], folder)
+    return Outcome("not built", reason=problem) if problem else whole.sample_published(folder, "float32")
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_engine_takes_the_updates_of_a_model_as_it_is_published(processes, tmp_path, name):
+    (outcome,) = processes.run(sample_published, 1, name, tmp_path / "model")
+    assert outcome.verdict == "exact", outcome
 
 
 EXPERTS = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"]
