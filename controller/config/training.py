@@ -250,7 +250,7 @@ class TrainingConfig:
         """
         if model.share_prefixes == "never":
             return model
-        from workers.model.rules.families import features_of_file, is_recurrent
+        from workers.model.rules.families import features_of_file, unshared_states
         from workers.model.rules.model_rules import shares_prefixes
 
         text = read_model_files(model.path, "model.path").text
@@ -258,7 +258,7 @@ class TrainingConfig:
             model,
             features_of_file(text),
             model.path,
-            recurrent=is_recurrent(text),
+            states=unshared_states(text, 1),
             cuda=self.uses_gpus,
             half=model.dtype != "float32",
         )

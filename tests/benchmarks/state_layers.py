@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.benchmarks.families.shrinking import tiny_config
 from workers.model.attention.attention import RowAttention
 from workers.model.attention.mixers import find_mixers, split_by_segment
-from workers.model.attention.states import StateRow
+from workers.model.attention.state_rows import StateRow
 
 TOKENS = 4096
 ROUNDS = 5

@@ -68,7 +68,7 @@ class RowLayout:
             config,
             features,
             name,
-            recurrent=model.is_recurrent,
+            states=model.unshared_states(1),
             cuda=device.type == "cuda",
             half=compute_dtype.itemsize == 2,
         )

@@ -156,12 +156,10 @@ class PackedModel(nn.Module):
         for parameter in self.frozen_tower:
             parameter.data = parameter.data.to(device, dtype)
 
-    @property
-    def is_recurrent(self) -> bool:
-        return any(find_mixers(layer) for layer in self.layers)
-
     def unshared_states(self, ranks: int) -> str:
-        """Return which layers with a state so many ranks cannot share, or an empty string."""
+        """Return which layers with a state so many ranks cannot share, or an empty string. 1: which prompts
+        cannot hand on.
+        """
         return sharing_problem([mixer for layer in self.layers for mixer in find_mixers(layer)], ranks)
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:

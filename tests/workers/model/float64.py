@@ -8,7 +8,11 @@ from typing import Any
 
 from torch import nn
 
-SINGLE = {"torch.float32": "torch.float64", ".float()": ".double()"}
+SINGLE = {
+    "torch.float32": "torch.float64",
+    ".float()": ".double()",
+    "dtype=torch.float,": "dtype=torch.float64,",
+}
 
 
 def compute_states_in_float64(model: nn.Module) -> None:

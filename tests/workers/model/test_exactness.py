@@ -93,6 +93,7 @@ SHARED_CHECKPOINTED = Case(
     "llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level"
 )
 WITH_STATES = [with_states(family) for family in tiny.WITH_STATES]
+STATES_SHARED = [with_states(family, share_prefixes="always") for family in tiny.WITH_STATES]
 DEEP = Case(layers=5)
 BOTH = (0.5, 0.1)  # losses of routers
 REPLAYED_CHECKPOINTED = moe(tied=True, router_replay="replay", layers=4, router_losses=BOTH, **MIXED)
@@ -118,6 +119,7 @@ CASES: dict[str, list[Case]] = {
         scored("process", share_prefixes="always"),
         scored("regression", layout="padded"),
         *WITH_STATES,
+        *STATES_SHARED,
         with_states("kimi_linear", gradient_checkpointing="full"),
     ],
     "dp 2": [
@@ -138,7 +140,7 @@ CASES: dict[str, list[Case]] = {
     "dp 4, copies 2, deferred": [replace(GATHERED, calls=2)],
     "dp 2, deferred": [Case()],
     "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic(), scored("process")],
-    "ulysses 2, states": [*WITH_STATES, with_states("qwen3_5", layout="padded")],
+    "ulysses 2, states": [*WITH_STATES, *STATES_SHARED, with_states("qwen3_5", layout="padded")],
     "ulysses 4": [
         with_states("nemotron_h"),
         Case(calls=2),
@@ -154,9 +156,13 @@ CASES: dict[str, list[Case]] = {
         adapted(),
         scored("pairs", share_prefixes="always"),
     ],
-    "ring 2, states": WITH_STATES,
+    "ring 2, states": [*WITH_STATES, *STATES_SHARED],
     "ring 4": [qwen3(calls=2), BY_PATH],
-    "ulysses 4, by step, states": [with_states("qwen3_5"), with_states("nemotron_h"), with_states("lfm2")],
+    "ulysses 4, by step, states": [
+        with_states("qwen3_5", share_prefixes="always", gradient_checkpointing="full"),
+        with_states("nemotron_h", share_prefixes="always"),
+        with_states("lfm2"),
+    ],
     "ulysses 4, by step": [
         Case(distillation=("top_k", "jsd")),
         SHARED,

@@ -35,7 +35,7 @@ from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention.block_attention import block_attention, query_blocks
 from workers.model.attention.flash_kernels import Segments, sink_attention, window_size
 from workers.model.attention.selected_attention import selected_attention
-from workers.model.attention.states import StateRow
+from workers.model.attention.state_rows import StateRow
 from workers.model.rows.packing import PackedRow
 from workers.model.rules.families import KERNEL_FEATURES, expected_window
 from workers.model.rules.model_rules import check_kernel_features, kernel_problem
@@ -142,7 +142,7 @@ class RowAttention:
 
 
 def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowAttention:
-    return RowAttention(BACKENDS[backend].build(row, device), StateRow(row.padded_lengths, device))
+    return RowAttention(BACKENDS[backend].build(row, device), StateRow.of(row, device))
 
 
 def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 
 from workers.model.attention.attention import PackedAttention
 from workers.model.attention.exchange import HeadExchange
-from workers.model.attention.states import StateRow
+from workers.model.attention.state_rows import StateRow
 from workers.model.copies import to_device
 from workers.model.rows.packing import PackedRow
 
@@ -97,7 +97,7 @@ class Ulysses:
     ) -> None:
         self._attention = attention
         self._exchange = HeadExchange(row, group, device)
-        self.states = StateRow(row.padded_lengths, device, self._exchange)
+        self.states = StateRow.of(row, device, self._exchange)
 
     def __call__(
         self,

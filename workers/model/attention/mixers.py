@@ -4,7 +4,8 @@
       mixer(hidden [1, T, H])  --its functions follow the segments, see `states`---------> [1, T, H]
                                --others are called with batches [n, L, H] of like segments-> [1, T, H]
 
-So no state reaches the next sequence. The rest of the layer sees the whole row. The hook runs inside gradient
+So no state reaches the next sequence. The state of a shared prefix reaches all that continue it, in mixers
+whose functions follow the segments. The rest of the layer sees the whole row. The hook runs inside gradient
 checkpointing. `torch.compile` leaves mixers out: a graph of their loops took minutes.
 
 A mixer is a module that holds a convolution along the sequence, as in all families with a state but MiniMax.
@@ -19,9 +20,9 @@ import torch
 from torch import nn
 
 from workers.errors import UnsupportedModelError
+from workers.model.attention.state_rows import StateRow
 from workers.model.attention.states import (
     RowHook,
-    StateRow,
     follow_rows,
     follows_rows,
     in_batches,

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from workers.model.attention.exchange import HeadExchange
 from workers.model.attention.flash_kernels import Block, Segments, add, attend, gradients
 from workers.model.attention.shared_attention import ring_blocks
-from workers.model.attention.states import StateRow
+from workers.model.attention.state_rows import StateRow
 from workers.model.copies import to_device
 from workers.model.rows.packing import PackedRow
 from workers.model.rows.prefix_rows import SharedRow
@@ -40,7 +40,7 @@ from workers.model.rows.prefix_rows import SharedRow
 
 class RingAttention:
     def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
-        self.states = StateRow(row.padded_lengths, device, HeadExchange(row, group, device))
+        self.states = StateRow.of(row, device, HeadExchange(row, group, device))
         place = (group.rank(), group.size(), device)
         blocks = ring_blocks(row, *place) if isinstance(row, SharedRow) else _zigzag_blocks(row, *place)
         self._ring = _Ring(group, blocks)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.errors import UnsupportedModelError
-from workers.model.attention.states import RowHook, StateRow
+from workers.model.attention.state_rows import StateRow
+from workers.model.attention.states import RowHook
 from workers.model.rules.families import SELECTED_TOKENS
 
 QUERY_BLOCK = 256

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.attention.flash_kernels import Block, Segments, add, attend, flash_forward, gradients, take
+from workers.model.attention.state_rows import StateRow
 from workers.model.copies import to_device
 from workers.model.rows.prefix_rows import Run, SharedRow, Stripe
 
@@ -40,6 +41,7 @@ values, and adding their gradients takes 0.15 ms at 3 TB/s, and 32 MiB in half p
 
 class SharedAttention:
     def __init__(self, row: SharedRow, device: torch.device) -> None:
+        self.states = StateRow.of(row, device)
         self._row = row
         self._device = device
         self._trees = list(trees_of(row))

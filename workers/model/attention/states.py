@@ -7,14 +7,14 @@
 transformers' mixers call these functions by their names in the module of the family, where `follow_rows` puts
 ones that know the row. Outside `over_row` they are transformers' own.
 
-A batch holds segments longer than half its longest, in chunks of 64 tokens, the block of the references. So
-less than half of a batch is padding, and the references, which walk from chunk to chunk, take fewer than
-twice the steps of the longest segment. Padding comes after a segment, where no token of it looks.
+A segment that continues another, whose tokens several sequences share, starts from the state at its end and
+from its last K - 1 columns, `state_rows`. Gradients pass through both.
 
 Ranks that share a row exchange tokens for heads, or for channels of a convolution, before and after a
 function: each computes whole sequences for its share.
 
-Shapes: T tokens of the row, n segments of a batch with at most L tokens, K width of a convolution.
+Shapes: T tokens of the row, n segments of a batch with at most L tokens, a convolution with C channels of
+width K.
 """
 
 import inspect
@@ -24,18 +24,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.model.attention.exchange import HeadExchange
-from workers.model.copies import to_device
+from workers.model.attention.state_rows import StateRow
 
-CHUNK = 64
 CONVOLUTION = "causal_conv1d_fn"
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """Name a function's arguments for states at the start of segments, and for returning those at the end."""
+
+    initial: str
+    returned: str
 
 
 @dataclass(frozen=True)
@@ -44,15 +52,18 @@ class Kernel:
 
     module: str
     function: str
+    states: StateNames | None = None
 
     def is_installed(self) -> bool:
         return _has_function(self.module, self.function)
 
 
 CAUSAL_CONV = Kernel("causal_conv1d", "causal_conv1d_fn")
-GATED_DELTA = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
-KIMI_DELTA = Kernel("fla.ops.kda", "chunk_kda")
-STATE_SPACE = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+DELTA_STATES = StateNames("initial_state", "output_final_state")
+SPACE_STATES = StateNames("initial_states", "return_final_states")
+GATED_DELTA = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", DELTA_STATES)
+KIMI_DELTA = Kernel("fla.ops.kda", "chunk_kda", DELTA_STATES)
+STATE_SPACE = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", SPACE_STATES)
 KERNELS = {
     CONVOLUTION: CAUSAL_CONV,
     "torch_chunk_gated_delta_rule": GATED_DELTA,
@@ -76,86 +87,16 @@ OF_CACHES = frozenset(
 """Called with a cache, or by modules in training mode, in which a model never is here."""
 
 
-class StateRow:
-    """Lay out the segments of a row for functions along the sequence.
-
-    exchange: between the ranks that share the row, of which each then has a part of every segment.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], device: torch.device, exchange: HeadExchange | None = None
-    ) -> None:
-        self.lengths = tuple(lengths)
-        self.exchange = exchange
-        self.tokens = sum(self.lengths)
-        self._device = device
-        self._spread: dict[int, Tensor] = {}
-
-    @cached_property
-    def bounds(self) -> Tensor:
-        return self._send(torch.tensor([0, *self.lengths]).cumsum(0))
-
-    @cached_property
-    def segment_of_token(self) -> Tensor:
-        """Return the segment of each token, int32 [1, T]."""
-        return self._send(self._segments().to(torch.int32)[None])
-
-    def cells_between_zeros(self, zeros: int) -> Tensor:
-        """Return the cell of each token in a row with so many zeros between its segments, int64 [T]."""
-        if zeros not in self._spread:
-            cells = torch.arange(self.tokens) + zeros * self._segments()
-            self._spread[zeros] = self._send(cells)
-        return self._spread[zeros]
-
-    @cached_property
-    def batches(self) -> list[Tensor]:
-        """Return the tokens of each batch, int64 [n, L], with T for padding."""
-        return self._batches_and_cells[0]
-
-    @cached_property
-    def cells(self) -> Tensor:
-        """Return where each token of the row is among those of all batches, int64 [T]."""
-        return self._batches_and_cells[1]
-
-    @cached_property
-    def _batches_and_cells(self) -> tuple[list[Tensor], Tensor]:
-        starts = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
-        batches = []
-        for members in like_segments(self.lengths):
-            lengths = torch.tensor([self.lengths[index] for index in members])[:, None]
-            offsets = torch.arange(int(lengths.max()))
-            first = torch.tensor([starts[index] for index in members])[:, None]
-            batches.append(torch.where(offsets < lengths, first + offsets, self.tokens))
-        token_of_cell = torch.cat([batch.flatten() for batch in batches])
-        is_token = token_of_cell < self.tokens
-        cells = torch.empty(self.tokens, dtype=torch.int64)
-        cells[token_of_cell[is_token]] = is_token.nonzero().squeeze(1)
-        *sent, cells = to_device(self._device, *batches, cells)
-        return sent, cells
-
-    def _segments(self) -> Tensor:
-        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
-
-    def _send(self, tensor: Tensor) -> Tensor:
-        return to_device(self._device, tensor)[0]
-
-
-def like_segments(lengths: Sequence[int]) -> list[list[int]]:
-    """Group segments into batches, see above."""
-    batches: list[list[int]] = []
-    longest = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        chunks = -(-lengths[index] // CHUNK)
-        if not batches or 2 * chunks <= longest:
-            batches.append([])
-            longest = chunks
-        batches[-1].append(index)
-    return batches
-
-
-def in_batches(row: StateRow, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def in_batches(
+    row: StateRow,
+    function: Callable[..., Any],
+    *arguments: Any,
+    states: StateNames | None = None,
+    **named: Any,
+) -> Any:
     """Call a function of arguments with T tokens, [1, T, ...], once a batch, with [n, L, ...] -> [1, T, ...].
 
+    states: the function's arguments for states of segments, [n, ...]. Needed if segments continue others.
     Further results are those of the last call.
     """
     everything: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
@@ -165,14 +106,19 @@ def in_batches(row: StateRow, function: Callable[..., Any], *arguments: Any, **n
         if is_of_row(row, value)
     }
     outputs = []
-    further: list[Any] = []
-    for tokens in row.batches:
-        batch = everything | {name: value[tokens] for name, value in padded.items()}
-        positional = [batch.pop(place) for place in range(len(arguments))]
-        result = function(*positional, **batch)
-        if isinstance(result, tuple):
-            result, *further = result
-        outputs.append(result.flatten(0, 1))
+    state_at_end: dict[int, Tensor] = {}
+    for batch in row.batches:
+        of_batch = everything | {name: value[batch.tokens] for name, value in padded.items()}
+        if states and batch.parents:
+            of_batch[states.initial] = torch.stack([state_at_end[segment] for segment in batch.parents])
+        if states and batch.hands_on:
+            of_batch[states.returned] = True
+        positional = [of_batch.pop(place) for place in range(len(arguments))]
+        result = function(*positional, **of_batch)
+        output, *further = result if isinstance(result, tuple) else (result,)
+        if batch.hands_on:
+            state_at_end |= zip(batch.segments, further.pop().unbind(), strict=True)
+        outputs.append(output.flatten(0, 1))
     joined = torch.cat(outputs)[row.cells][None]
     return (joined, *further) if further else joined
 
@@ -216,7 +162,7 @@ def sharing_problem(mixers: Sequence[nn.Module], ranks: int) -> str:
     for mixer in mixers:
         name = type(mixer).__name__
         if not follows_rows(mixer):
-            return f"{name}, whose state is not by heads or channels that ranks can share"
+            return f"{name}, whose state is not by heads or channels"
         channels = [child.in_channels for child in mixer.children() if isinstance(child, nn.Conv1d)]
         heads = [getattr(mixer, name) for name in HEADS if hasattr(mixer, name)]
         if undivided := [count for count in (*heads[:1], *channels) if count % ranks]:
@@ -261,13 +207,17 @@ class _OfRow:
         return _share_heads(row.exchange, compute, *arguments, **named)
 
     def _over_segments(self, row: StateRow, *arguments: Any, **named: Any) -> Any:
-        if arguments[0].is_cuda and self._kernel.is_installed():
+        has_kernel = arguments[0].is_cuda and self._kernel.is_installed()
+        if has_kernel and not row.shares:
             return self._with_kernel(row, *arguments, **named)
+        function = self.__wrapped__ if has_kernel else self._reference
         if len(row.lengths) == 1:
-            return self._reference(*arguments, **named)
+            return function(*arguments, **named)
         if self._kernel is CAUSAL_CONV:
-            return _convolve(row, self._reference, *arguments, **named)
-        return in_batches(row, self._reference, *arguments, **named)
+            return _convolve(row, function, *arguments, **named)
+        if row.shares and self._kernel is STATE_SPACE:
+            arguments, named = _compute_time_steps(*arguments, **named)
+        return in_batches(row, function, *arguments, states=self._kernel.states, **named)
 
     def _with_kernel(self, row: StateRow, *arguments: Any, **named: Any) -> Any:
         if self._kernel is CAUSAL_CONV:
@@ -288,7 +238,28 @@ def _convolve(
     cells = row.cells_between_zeros(zeros)
     width = row.tokens + zeros * (len(row.lengths) - 1)
     spread = hidden.new_zeros(*hidden.shape[:2], width).index_copy(2, cells, hidden)
+    if row.shares:
+        tokens, cells_before = row.tokens_before(zeros)
+        spread = spread.index_copy(2, cells_before, hidden.index_select(2, tokens))
     return function(spread, weight, *others, **named).index_select(2, cells)
+
+
+def _compute_time_steps(
+    hidden: Tensor,
+    time_steps: Tensor,
+    *others: Any,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    **named: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a state space with final time steps: padding has 0, which keeps the state."""
+    time_steps = time_steps.to(torch.promote_types(time_steps.dtype, torch.float32))
+    if dt_bias is not None:
+        time_steps = time_steps + dt_bias
+    if dt_softplus:
+        time_steps = F.softplus(time_steps)
+    return (hidden, time_steps.clamp(*dt_limit), *others), named
 
 
 def _share_channels(

@@ -110,13 +110,10 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     return missing_features
 
 
-def is_recurrent(features: Mapping[str, Any]) -> bool:
-    """Return whether a config.json names layers that carry a state from token to token."""
-    return bool(_layer_kinds(features) & set(RECURRENT))
-
-
 def unshared_states(features: Mapping[str, Any], ranks: int) -> str:
-    """Return which states of a config.json so many ranks cannot share, or an empty string."""
+    """Return which states of a config.json so many ranks cannot share, or an empty string. 1: which prompts
+    cannot hand on to their responses.
+    """
     kinds = _layer_kinds(features) & set(RECURRENT)
     heads = [features[name] for name in STATE_HEADS if features.get(name)]
     if kinds - {"conv"} and not heads:

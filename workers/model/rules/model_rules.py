@@ -41,11 +41,10 @@ def check_model(
     layout = settings.attention_layout(shared=parallel.context_parallel * parallel.tensor_parallel > 1)
     check_kernel_features(kernel, layout, features, name)
     heads = text.get("num_attention_heads")
-    recurrent = packed.is_recurrent
     unshared = packed.unshared_states(parallel.context_parallel)
     check_context_parallel(parallel, name, heads=heads, features=features, unshared=unshared)
     check_ring_settings(parallel, kernel, cuda=cuda, half=half)
-    shares_prefixes(settings, features, name, recurrent=recurrent, cuda=cuda, half=half)
+    shares_prefixes(settings, features, name, states=packed.unshared_states(1), cuda=cuda, half=half)
     if head == "value":
         check_value_head(parallel, "value model")
     _check_pipeline_parallel(parallel, name, len(packed.layers), text)
@@ -152,7 +151,7 @@ def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, ha
 
 
 def _sharing_problem(
-    settings: ModelConfig, features: frozenset[str], *, recurrent: bool, cuda: bool, half: bool
+    settings: ModelConfig, features: frozenset[str], *, states: str, cuda: bool, half: bool
 ) -> str:
     if "padded" in {settings.rows(forward=forward)[0] for forward in (False, True)}:
         return "needs model.layout=packed, also of forward passes"
@@ -160,8 +159,8 @@ def _sharing_problem(
         return "needs model.length_multiple=1, also of forward passes"
     if settings.attention not in ("auto", "varlen", "flash3"):
         return f"needs the log-sum-exp, which model.attention={settings.attention} does not give. Set auto"
-    if recurrent:
-        return "needs a model without a state that it hands on from token to token"
+    if states:
+        return f"cannot hand a state from a prompt to its responses: {states}. Set never"
     if features:
         return f"needs a model without {', '.join(sorted(features))}"
     if cuda and not half:
@@ -170,14 +169,16 @@ def _sharing_problem(
 
 
 def shares_prefixes(
-    settings: ModelConfig, features: frozenset[str], model: str, *, recurrent: bool, cuda: bool, half: bool
+    settings: ModelConfig, features: frozenset[str], model: str, *, states: str, cuda: bool, half: bool
 ) -> bool:
     """Return whether sequences share prefixes. Raises ConfigError for share_prefixes=always if
     they cannot.
+
+    states: which states a prompt cannot hand on to its responses, of layers with a state, or empty.
     """
     if settings.share_prefixes == "never":
         return False
-    problem = _sharing_problem(settings, features, recurrent=recurrent, cuda=cuda, half=half)
+    problem = _sharing_problem(settings, features, states=states, cuda=cuda, half=half)
     if problem and settings.share_prefixes == "always":
         raise ConfigError(f"{model}: model.share_prefixes=always {problem}, or share_prefixes=auto.")
     return not problem

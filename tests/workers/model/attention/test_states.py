@@ -13,9 +13,12 @@ from tests.benchmarks.families.measuring import fill_zeros
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.workers.model import tiny
 from tests.workers.model.float64 import compute_states_in_float64
+from workers.batch.dataproto import DataProto
 from workers.model.attention.attention import RowAttention
 from workers.model.attention.mixers import find_mixers, split_by_segment
-from workers.model.attention.states import CHUNK, StateRow, follows_rows, like_segments, sharing_problem
+from workers.model.attention.state_rows import CHUNK, StateRow, like_segments
+from workers.model.attention.states import follows_rows, sharing_problem
+from workers.model.rows.prefix_rows import pack_shared
 
 LENGTHS = (3, 70, 1, 130, 64, 5, 2)
 FAMILIES = {
@@ -79,11 +82,61 @@ def test_a_row_is_computed_as_its_sequences_alone(family: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
+def branching_ids(*draws: tuple[int, int, int]) -> list[Tensor]:
+    """Sequences of so many tokens, each of which begins as an earlier one does for so many."""
+    rows: list[Tensor] = []
+    for index, (parent, shared, length) in enumerate(draws):
+        own = (
+            torch.full((length,), index)
+            if parent < 0
+            else torch.cat([rows[parent][:shared], torch.full((length - shared,), index)])
+        )
+        rows.append(own)
+    return rows
+
+
+TREES = {
+    "a prompt": branching_ids((-1, 0, 70), *[(0, 65, length) for length in (66, 130, 200, 68)]),
+    "levels": branching_ids((-1, 0, 100), (0, 80, 90), (1, 82, 160), (2, 150, 151), (0, 80, 83), (-1, 0, 5)),
+    "shorter than a convolution": branching_ids((-1, 0, 1), (0, 1, 3), (1, 2, 4), (2, 3, 9), (-1, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", [family for family, follows in FAMILIES.items() if follows])
+def test_shared_tokens_hand_on_their_state_and_its_gradient(family: str, tree: str) -> None:
+    rows = [{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in TREES[tree]]
+    sequences = DataProto.from_list(rows)
+    row = pack_shared(sequences, multiple=7)
+    assert row.shares
+    layer = layer_of(family)
+    size = next(child for child in layer.mixer.modules() if isinstance(child, nn.Linear)).in_features
+    hidden = torch.randn(1, row.padded_lengths[0], size, dtype=torch.float64)
+    cells = row.cells.split(sequences.lengths.tolist())
+    weights = [torch.randn(1, len(part), size, dtype=torch.float64) for part in cells]
+
+    def outcome_of(outputs: list[Tensor], hidden: Tensor) -> list[Tensor]:
+        total = torch.stack(
+            [(part * weight).sum() for part, weight in zip(outputs, weights, strict=True)]
+        ).sum()
+        gradients = torch.autograd.grad(total, [hidden, *layer.parameters()], allow_unused=True)
+        return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
+
+    hidden.requires_grad_()
+    expected = outcome_of([layer(hidden[:, part]) for part in cells], hidden)
+    split_by_segment([layer])
+    attention = RowAttention(torch.zeros_like, StateRow.of(row, hidden.device))
+    output = layer(hidden, packed_attention=attention)
+    actual = outcome_of([output[:, part] for part in cells], hidden)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_share_states_by_heads_and_channels_that_they_divide(family: str) -> None:
     mixer = layer_of(family).mixer
-    problems = [sharing_problem([mixer], ranks) for ranks in (2, 7)]
-    assert [bool(problem) for problem in problems] == [not FAMILIES[family], True]
+    problems = [sharing_problem([mixer], ranks) for ranks in (1, 2, 7)]
+    assert [bool(problem) for problem in problems] == [not FAMILIES[family], not FAMILIES[family], True]
     assert all(type(mixer).__name__ in problem for problem in problems if problem)
 
 
@@ -106,7 +159,7 @@ def test_a_compiled_layer_leaves_its_mixer_out_and_is_not_traced_again_for_other
 def test_a_batch_has_more_tokens_than_padding_and_all_batches_few_steps(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [int(2 ** draw.uniform(0, 14)) for _ in range(draw.randint(1, 80))]
-    batches = like_segments(lengths)
+    batches = like_segments(lengths, range(len(lengths)))
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     chunks = [[-(-lengths[index] // CHUNK) for index in batch] for batch in batches]
     assert all(2 * min(batch) > max(batch) for batch in chunks)

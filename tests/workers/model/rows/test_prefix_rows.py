@@ -410,7 +410,7 @@ def test_the_clock_counts_shared_tokens_once():
     assert step.squared_tokens == 36 + 25 + 49 - 9 - 25
 
 
-ON_CPU = {"recurrent": False, "cuda": False, "half": False}
+ON_CPU = {"states": "", "cuda": False, "half": False}
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ ON_CPU = {"recurrent": False, "cuda": False, "half": False}
         ({"forward_layout": "padded"}, (), {}, "model.layout=packed"),
         ({"length_multiple": 8}, (), {}, "length_multiple=1"),
         ({"attention": "sdpa"}, (), {}, "log-sum-exp"),
-        ({}, (), {"recurrent": True}, "state"),
+        ({}, (), {"states": "a scan"}, "a scan"),
         ({}, ("sliding_window",), {}, "sliding_window"),
         ({}, (), {"cuda": True}, "half precision"),
     ],
