@@ -116,7 +116,8 @@ def unshared_states(features: Mapping[str, Any], ranks: int) -> str:
     """
     kinds = _layer_kinds(features) & set(RECURRENT)
     heads = [features[name] for name in STATE_HEADS if features.get(name)]
-    if kinds - {"conv"} and not heads:
+    has_mamba = any(name.startswith("mamba_") for name in features)  # Jamba lists no kinds of layers
+    if (has_mamba or kinds - {"conv"}) and not heads:
         return "states that are not by heads"
     undivided = [count for count in heads if count % ranks]
     return f"states of {undivided[0]} heads, which they do not divide" if undivided else ""

@@ -19,6 +19,7 @@ from workers.model.attention.mixers import find_mixers, split_by_segment
 from workers.model.attention.state_rows import CHUNK, StateRow, like_segments
 from workers.model.attention.states import follows_rows, sharing_problem
 from workers.model.rows.prefix_rows import pack_shared
+from workers.model.rules.families import unshared_states
 
 LENGTHS = (3, 70, 1, 130, 64, 5, 2)
 FAMILIES = {
@@ -137,6 +138,7 @@ def test_ranks_share_states_by_heads_and_channels_that_they_divide(family: str) 
     mixer = layer_of(family).mixer
     problems = [sharing_problem([mixer], ranks) for ranks in (1, 2, 7)]
     assert [bool(problem) for problem in problems] == [not FAMILIES[family], not FAMILIES[family], True]
+    assert bool(unshared_states(tiny_config(family).to_dict(), 1)) == bool(problems[0])
     assert all(type(mixer).__name__ in problem for problem in problems if problem)
 
 
