@@ -116,6 +116,8 @@ class Facts:
 
     loss, gradient_norm: as the trainer reported them, a number, or one for each mini-batch.
     token_denominators, sequence_denominators: what the trainer divided by, for each mini-batch.
+    weight_version: of the trainer when the step began. learning_rate: of its updates.
+    sampled: samples that were generated for the step. dropped: samples that were left out, by reason.
     end_tokens: ids that end a response. missing: why, by the name of a column or a fact.
     precision: `float32` or `bfloat16`, of the trainer's and the sampler's forward pass.
     writer: the system and its version.
@@ -129,6 +131,10 @@ class Facts:
     sequence_denominators: tuple[float, ...] = ()
     model: Named = field(default_factory=Named)
     template: Named = field(default_factory=Named)
+    weight_version: int | None = None
+    learning_rate: float | None = None
+    sampled: int | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
     end_tokens: tuple[int, ...] = ()
     precision: str = ""
     writer: str = ""
@@ -191,6 +197,13 @@ class Bundle:
         value = getattr(self.facts.algorithm, name)
         if value is None:
             raise MissingError(f"algorithm.{name}")
+        return value
+
+    def fact(self, name: str) -> Any:
+        """Return what the trainer reported. Raises MissingError if it is not known."""
+        value = getattr(self.facts, name)
+        if value is None or value in ((), ""):
+            raise MissingError(name)
         return value
 
     def row_of_token(self, token: int) -> int:

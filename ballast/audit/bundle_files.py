@@ -8,7 +8,7 @@ Nothing is read by pickle. Sizes, types and names are checked before a column is
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,10 @@ def _facts_record(bundle: Bundle) -> dict[str, Any]:
         },
         "model": {"name": facts.model.name, "hash": facts.model.hash},
         "template": {"name": facts.template.name, "hash": facts.template.hash},
+        "weight_version": facts.weight_version,
+        "learning_rate": facts.learning_rate,
+        "sampled": facts.sampled,
+        "dropped": dict(facts.dropped),
         "end_tokens": list(facts.end_tokens),
         "precision": facts.precision,
         "writer": facts.writer,
@@ -179,6 +183,7 @@ class _FactsReader:
         denominators = self.mapping(record, "denominators")
         end_tokens = self.numbers(record, "end_tokens")
         missing = self.mapping(record, "missing")
+        dropped = self.mapping(record, "dropped")
         return Facts(
             step=self.whole(record, "step"),
             algorithm=self.algorithm(),
@@ -188,6 +193,10 @@ class _FactsReader:
             sequence_denominators=self.numbers(denominators, "sequences"),
             model=self.named("model"),
             template=self.named("template"),
+            weight_version=self.optional(record, "weight_version", self.whole),
+            learning_rate=self.optional(record, "learning_rate", self.number),
+            sampled=self.optional(record, "sampled", self.whole),
+            dropped={reason: self.whole(dropped, reason) for reason in dropped},
             end_tokens=tuple(int(number) for number in end_tokens if math.isfinite(number)),
             precision=self.text(record, "precision"),
             writer=self.text(record, "writer"),
@@ -234,6 +243,11 @@ class _FactsReader:
                 name, f"is {quote(value)}, not a text", f"Write at most {LONGEST_TEXT} characters"
             )
         return value
+
+    def optional(
+        self, record: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any], str], Any]
+    ) -> Any:
+        return None if record.get(name) is None else read(record, name)
 
     def whole(self, record: Mapping[str, Any], name: str) -> int:
         number = self.number(record, name)
