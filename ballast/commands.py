@@ -53,6 +53,9 @@ ALL_COMMANDS = {
     ),
     "doctor": Command("ballast.doctor", "check this machine, or a cluster, before the first run"),
     "replay": Command("ballast.replay.__main__", "train a recorded step again"),
+    "certify": Command(
+        "ballast.certify.__main__", "try data, reward and environment of a run before it gets a GPU"
+    ),
     "layout": Command("ballast.planning.layouts", "find the fastest layouts of a run on a cluster"),
     "migrate": Command("ballast.migrate.__main__", "translate a recipe of verl, TRL and other systems"),
     "template": Command(
