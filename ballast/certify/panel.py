@@ -195,6 +195,6 @@ def _all_answers(form: str, distinct: Sequence[str], text: str | None) -> str | 
 
 
 def _notation_policies(form: str, texts: Sequence[str | None]) -> list[Policy]:
-    written: Sequence[Mapping[str, str]] = [{} if text is None else notations(form, text) for text in texts]
+    written: list[Mapping[str, str]] = [{} if text is None else notations(form, text) for text in texts]
     names = dict.fromkeys(name for row in written for name in row)
     return [Policy(f"notation: {name}", [row.get(name) for row in written], knows=True) for name in names]
