@@ -203,6 +203,7 @@ CASES: dict[str, list[Case]] = {
         scored("regression", layers=3),
         selecting("deepseek_v32"),
     ],
+    "pp 2, states": [*WITH_STATES, with_states("qwen3_5", gradient_checkpointing="full")],
     "pp 4": [replace(DEEP, calls=2), qwen3(layers=8)],
     "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],
     "pp 2, copies 2": [PADDED, CHECKPOINTED],
