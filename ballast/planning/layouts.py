@@ -34,7 +34,12 @@ from workers.config.model import ATTENTION_KEPT, RECOMPUTED
 from workers.config.roles import ParallelConfig, RolloutConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import expert_count, features_of_file, unshared_states
-from workers.model.rules.model_rules import check_context_parallel, check_experts, check_tensor_parallel
+from workers.model.rules.model_rules import (
+    check_context_parallel,
+    check_experts,
+    check_states,
+    check_tensor_parallel,
+)
 
 COMMAND = Command(
     "ballast.planning.layouts", "Find the fastest layouts of a run.", Config, describes_clusters=True
@@ -170,8 +175,8 @@ class LayoutSearch:
         features = features_of_file(text)
         longest = -(-config.longest_sequence // layout.cp)
         try:
-            unshared = unshared_states(text, layout.cp)
-            check_context_parallel(parallel, "", heads=heads, features=features, unshared=unshared)
+            check_states(parallel, "", unshared_states(text, layout.cp * layout.tp))
+            check_context_parallel(parallel, "", heads=heads, features=features)
             check_tensor_parallel(parallel, config.model, "", str(text.get("model_type")), text)
             check_experts(parallel, config.model, "", expert_count(text))
         except (ConfigError, UnsupportedModelError):

@@ -178,6 +178,7 @@ LATENT = {
     "moe_intermediate_size": 8,
 }
 SPARSE = LATENT | {"model_type": "glm_moe_dsa", "index_topk": 16, "index_n_heads": 4, "index_head_dim": 64}
+GATED_DELTA = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"] * 2}
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}
 
 
@@ -223,6 +224,11 @@ def write_model_weights() -> None:
             "model.router_z_loss_coefficient",
         ),
         ({"model_type": "gemma2"}, TENSOR, "tensor_parallel"),
+        (
+            GATED_DELTA | {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
+            (GPU, *TENSOR),
+            "policy.parallel.tensor_parallel=2: ",
+        ),
         ({"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 2}, (LORA,), "model.lora.rank"),
         ({}, ("policy.parallel.context_parallel=8",), "policy.parallel.context_parallel"),
         ({}, ("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4"),
@@ -293,6 +299,7 @@ def test_engines_that_read_no_weights_get_all(
         ({"auto_map": {"AutoModel": "own.Model"}}, ()),
         ({"architectures": ["Qwen2ForCausalLM"]}, ()),
         (MIXTURE, EXPERTS),
+        (GATED_DELTA, (GPU, *TENSOR, "policy.parallel.pipeline_parallel=2")),
         (SPARSE, (GPU,)),
         (SPARSE | {"model_type": "deepseek_v32"}, (GPU, "policy.parallel.pipeline_parallel=2")),
         (SPARSE, (GPU, LORA, "model.lora.target_modules=q_b_proj")),

@@ -29,19 +29,24 @@ class AllToAll(torch.autograd.Function):
 class HeadExchange:
     """Exchange tensors of one row, cut as `PackedRow.cells_of`, with heads or channels h after the tokens.
 
+    tensor_parallel: ranks, neighbours in `group`, that share each of these parts.
     Shapes: T tokens of the row, of which each of the `size` ranks has t.
     """
 
-    def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, row: PackedRow, group: ProcessGroup, device: torch.device, tensor_parallel: int = 1
+    ) -> None:
         self._row = row
         self._group = group
         self._device = device
+        self._tensor_parallel = tensor_parallel
         self.size = group.size()
 
     @cached_property
     def _orders(self) -> list[Tensor]:
-        parts = [self._row.cells_of(self.size, rank) for rank in range(self.size)]
-        by_rank = torch.cat(parts)
+        # A part of one rank of the context is cut further in order: together they are this part.
+        context = self.size // self._tensor_parallel
+        by_rank = torch.cat([self._row.cells_of(context, rank) for rank in range(context)])
         return to_device(self._device, by_rank, by_rank.argsort())
 
     def own_share(self, values: Tensor) -> Tensor:

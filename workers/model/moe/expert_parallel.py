@@ -8,7 +8,8 @@
                                shards of   experts: ranks 0, 4; 1, 5; ...     all else: ranks 0 to 7
 
 With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is
-then shared between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first.
+then shared between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first. Mixers of
+states are shared in the same way.
 
 No token is dropped. An expert sees the tokens of its whole ep group, so its gradient is already the group's
 sum. FSDP adds the gradients of the ranks with the same expert. Sharding is transformers' own, applied before
@@ -25,7 +26,7 @@ from workers.errors import UnsupportedModelError
 from workers.model.model import described
 from workers.model.moe.experts import GroupedExperts
 from workers.model.sharding.parallel import Parallel
-from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts
+from workers.model.sharding.tensor_parallel import find_experts, modules_of_own_tokens
 
 DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
 """transformers' names of the two parts of a plan: modules that exchange tokens, parameters that are cut by
@@ -40,10 +41,10 @@ def share_experts(
     Call it before `shard_model`.
 
     Returns modules, inner ones first, with their mesh for FSDP2: with expert parallelism the experts, with
-    tensor parallelism also their blocks. Raises UnsupportedModelError for a family whose experts transformers
-    does not dispatch.
+    tensor parallelism also their blocks, and mixers. Raises UnsupportedModelError for a family whose experts
+    transformers does not dispatch.
     """
-    blocks = blocks_with_experts(model) if parallel.tensor.size() > 1 else []
+    blocks = modules_of_own_tokens(model.get_decoder()) if parallel.tensor.size() > 1 else []
     around = dict.fromkeys(blocks, parallel.different_tokens) if blocks else {}
     return _divided(model, parallel, grouped) | around
 

@@ -48,7 +48,19 @@ MULTIPLIED_FAMILIES = ("hyperclovax",)
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
 TEXT_OF_VISION = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
-TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *TEXT_OF_VISION)
+TENSOR_PARALLEL_FAMILIES = (
+    "lfm2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "nemotron_h",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+    *TEXT_OF_VISION,
+)
 """Model types of decoders in whose layers `tensor_parallel` shares all modules with parameters."""
 
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")

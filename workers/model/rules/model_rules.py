@@ -41,8 +41,9 @@ def check_model(
     layout = settings.attention_layout(shared=parallel.context_parallel * parallel.tensor_parallel > 1)
     check_kernel_features(kernel, layout, features, name)
     heads = text.get("num_attention_heads")
-    unshared = packed.unshared_states(parallel.context_parallel)
-    check_context_parallel(parallel, name, heads=heads, features=features, unshared=unshared)
+    sharing = parallel.context_parallel * parallel.tensor_parallel
+    check_states(parallel, name, packed.unshared_states(sharing))
+    check_context_parallel(parallel, name, heads=heads, features=features)
     check_ring_settings(parallel, kernel, cuda=cuda, half=half)
     shares_prefixes(settings, features, name, states=packed.unshared_states(1), cuda=cuda, half=half)
     if head == "value":
@@ -96,26 +97,33 @@ def check_kernel_features(kernel: str, layout: str, features: frozenset[str], mo
         )
 
 
+def check_states(parallel: ParallelConfig, model: str, unshared: str) -> None:
+    """Raise UnsupportedModelError if ranks that share a model's sequences or layers cannot share its states.
+
+    unshared: what they cannot share, see `families.unshared_states`.
+    """
+    sizes = {name: getattr(parallel, name) for name in ("context_parallel", "tensor_parallel")}
+    shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    if shared and unshared:
+        raise UnsupportedModelError(
+            f"{', '.join(shared)}: {model} has {unshared}. Set 1, or a product that divides the heads."
+        )
+
+
 def check_context_parallel(
     parallel: ParallelConfig,
     model: str,
     *,
     heads: int | None,
     features: frozenset[str],
-    unshared: str = "",
 ) -> None:
     """Raise UnsupportedModelError if ranks cannot share the sequences of a model.
 
-    heads: of the queries, None if unknown. unshared: what the ranks cannot share, of layers with a state.
+    heads: of the queries, None if unknown.
     """
     sharing = parallel.context_parallel * parallel.tensor_parallel
     if parallel.context_parallel == 1:
         return
-    if unshared:
-        raise UnsupportedModelError(
-            f"policy.parallel.context_parallel={parallel.context_parallel}: {model} has {unshared}. Set it "
-            "to 1, or to a divisor of the heads."
-        )
     if SELECTION in features:
         raise UnsupportedModelError(
             f"policy.parallel.context_parallel={parallel.context_parallel}: {model} selects tokens "

@@ -42,13 +42,15 @@ class Parallel:
     """Hold the mesh of all ranks, by `DIMENSIONS`. sharding: the part for FSDP2, with `dp_replicate` first
     for HSDP.
 
-    context_groups: by degree, the ranks that share this rank's sequences.
+    context_groups: by degree, the ranks that share this rank's sequences. token_groups: by degree, those and
+    the ranks that share their layers: all have different tokens of the sequences.
     """
 
     mesh: DeviceMesh
     sharding: DeviceMesh
     config: ParallelConfig
     context_groups: Mapping[int, dist.ProcessGroup]
+    token_groups: Mapping[int, dist.ProcessGroup]
 
     @property
     def context(self) -> DeviceMesh:
@@ -113,7 +115,7 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
     # A context-parallel group computes parts of the same sequences, yet holds different parameters.
     sharding = _over(mesh, ("dp_shard", "cp") if config.context_parallel > 1 else ("dp_shard",))
-    return Parallel(mesh, sharding, config, _context_groups(mesh, config))
+    return Parallel(mesh, sharding, config, _context_groups(mesh, config), _token_groups(mesh, config))
 
 
 def limit_waits() -> None:
@@ -138,6 +140,19 @@ def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.
     for degree in config.context_degrees:
         if 1 < degree < most:
             groups[degree] = dist.new_subgroups_by_enumeration(rows.reshape(-1, degree).tolist())[0]
+    return groups
+
+
+def _token_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.ProcessGroup]:
+    """Make the process groups of all degrees: neighbours among the ranks that differ in cp or tp."""
+    tp = config.tensor_parallel
+    if tp == 1:
+        return {}
+    groups = {1: mesh["tp"].get_group()}
+    for degree in config.context_degrees:
+        if degree > 1:
+            ranks = mesh.mesh.reshape(-1, degree * tp).tolist()
+            groups[degree] = dist.new_subgroups_by_enumeration(ranks)[0]
     return groups
 
 
@@ -231,7 +246,8 @@ def shard_model(
 def _even_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     """Shard over a rank's experts if they divide, else over the next dimension, so that no rank is empty."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return Shard(1) if local.shape[0] % ranks and local.shape[1] % ranks == 0 else Shard(0)
+    second_divides = local.ndim > 1 and local.shape[1] % ranks == 0
+    return Shard(1) if local.shape[0] % ranks and second_divides else Shard(0)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

@@ -5,7 +5,11 @@
         attention of own heads --o--> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --gather--> gate, up: own columns --> down --> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --router, experts: own tokens, as on any other rank (expert_parallel.py)--> [1, T/tp, H]
+    [1, T/tp, H] --mixer of a state: own tokens, heads exchanged along the sequence (states.py)--> [1, T/tp, H]
     final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
+
+Experts and mixers keep whole matrices, which FSDP2 shards over the ranks with different tokens. Mixers have
+fused projections, of another order of rows in every family: cut by heads, each would need its own plan.
 
 torch's `parallelize_module` shards before FSDP2, which shards each part again (Shoeybi et al. 2019). T must
 divide by
@@ -26,6 +30,15 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from workers.model.attention.mixers import find_mixers
+
+COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"}
+ROWS = {"o_proj", "out_proj", "down_proj", "w2"}
+NORMS = {"input_layernorm", "post_attention_layernorm", "operator_norm", "ffn_norm", "norm"}
+NORMS_OF_HEADS = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
+FINAL_NORMS = {"norm", "norm_f", "embedding_norm"}
+"""Names of modules in the layers, and after them, of the families that tensor parallelism takes."""
+
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
     return [
@@ -38,6 +51,11 @@ def find_experts(model: nn.Module) -> list[nn.Module]:
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
     experts = {id(module) for module in find_experts(model)}
     return [module for module in model.modules() if not experts.isdisjoint(map(id, module.children()))]
+
+
+def modules_of_own_tokens(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with whole matrices, which see this rank's part of the residual stream."""
+    return [*blocks_with_experts(model), *find_mixers(model)]
 
 
 def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -55,24 +73,18 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     decoder = model.get_decoder()
     head = model.get_output_embeddings()
-    blocks = blocks_with_experts(decoder)
-    tied = head.weight is decoder.embed_tokens.weight
-    _parallelize(
-        decoder,
-        mesh,
-        {
-            "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-        },
-    )
+    embedding = model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    names = {module: name for name, module in decoder.named_children()}
+    plan: dict[str, ParallelStyle] = {
+        names[embedding]: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    }
+    plan |= {name: SequenceParallel() for name in names.values() if name in FINAL_NORMS}
+    _parallelize(decoder, mesh, plan)
     for layer in decoder.layers:
-        block_prefixes = {f"{name}." for name, module in layer.named_modules() if module in blocks}
-        present = {
-            name for name, _ in layer.named_modules() if not f"{name}.".startswith(tuple(block_prefixes))
-        }
-        _parallelize(layer, mesh, {name: style for name, style in _layer_plan().items() if name in present})
+        _parallelize(layer, mesh, _layer_plan(layer))
     if tied:
-        head.weight = decoder.embed_tokens.weight
+        head.weight = embedding.weight
     else:
         _parallelize(model, mesh, {"lm_head": ColwiseParallel()})
 
@@ -94,22 +106,32 @@ def own_vocabulary(
     return (weight.to_local(), None if bias is None else bias.to_local()), (mesh.get_group(), first)
 
 
-def _layer_plan() -> dict[str, ParallelStyle]:
-    return {
-        "input_layernorm": SequenceParallel(use_local_output=True),
-        "self_attn": _gather_input("hidden_states"),
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-        "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "post_attention_layernorm": SequenceParallel(use_local_output=True),
-        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-    }
+def _layer_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
+    whole_modules = set(modules_of_own_tokens(layer))
+    whole = tuple(f"{name}." for name, module in layer.named_modules() if module in whole_modules)
+    plan = {}
+    for name, module in layer.named_modules():
+        style = None if f"{name}.".startswith(whole) else _style(name.rpartition(".")[2], module)
+        if style is not None:
+            plan[name] = style
+    return plan
+
+
+def _style(name: str, module: nn.Module) -> ParallelStyle | None:
+    if name in COLUMNS:
+        return ColwiseParallel()
+    if name in ROWS:
+        return RowwiseParallel(output_layouts=Shard(1))
+    if name in NORMS_OF_HEADS:
+        return SequenceParallel(sequence_dim=2, use_local_output=True)
+    if name in NORMS:
+        return SequenceParallel(use_local_output=True)
+    children = {child for child, _ in module.named_children()}
+    if "q_proj" in children:
+        return _gather_input("hidden_states")
+    if children & ROWS:
+        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    return None
 
 
 def _gather_input(name: str) -> PrepareModuleInput:
