@@ -363,7 +363,7 @@ class TrainingEngine(ShardedModel):
         longest = config.max_grad_norm if settings.max_grad_norm is None else settings.max_grad_norm
         norm = clip_over_stages(self.stage, self.module, longest)
         finite = state.nonfinite_guard.takes_step(norm, self.device)
-        with changed_groups(state.optimizer, config, settings):
+        with changed_groups(state.optimizer, config, settings, self.module.vectors):
             learning_rate = float(state.optimizer.param_groups[0]["lr"])  # own optimisers may keep a tensor
             if finite:
                 state.optimizer.step()

@@ -109,6 +109,11 @@ class PackedModel(nn.Module):
             if parameter.ndim == 2 or (parameter.ndim == 3 and parameter in experts)
         }
 
+    @property
+    def vectors(self) -> set[nn.Parameter]:
+        """Return the parameters that do not decay, unless all do."""
+        return {parameter for name, parameter in self.named_parameters() if is_vector(name, parameter)}
+
     def layers_of(self, part: Part) -> list[nn.Module]:
         """Return a part's layers, and those of a trained tower, which are sharded one by one."""
         layers = layers_of_decoder(self.model)

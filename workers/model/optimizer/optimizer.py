@@ -307,23 +307,33 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def changed_groups(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, settings: StepSettings
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    settings: StepSettings,
+    vectors: Collection[nn.Parameter],
 ) -> Iterator[None]:
     """Inside, the parameter groups have the settings of one step. Raises ConfigError for one that they do not
     have.
+
+    vectors: parameters of `is_vector`. A group of nothing else decays only if all parameters do.
     """
     groups = optimizer.param_groups
     old_settings = [_without_parameters(group) for group in groups]
     try:
         for group in groups:
-            group.update(_changed(group, config, settings))
+            group.update(_changed(group, settings, config, vectors))
         yield
     finally:
         for group, values in zip(groups, old_settings, strict=True):
             group.update(values)
 
 
-def _changed(group: dict[str, Any], config: OptimizerConfig, settings: StepSettings) -> dict[str, Any]:
+def _changed(
+    group: dict[str, Any],
+    settings: StepSettings,
+    config: OptimizerConfig,
+    vectors: Collection[nn.Parameter],
+) -> dict[str, Any]:
     beta1, beta2 = group.get("betas", (None, None))
     changes: dict[str, Any] = {"lr": settings.learning_rate, "eps": settings.epsilon}
     if settings.beta1 is not None or settings.beta2 is not None:
@@ -332,7 +342,7 @@ def _changed(group: dict[str, Any], config: OptimizerConfig, settings: StepSetti
             beta2 if settings.beta2 is None else settings.beta2,
         )
     if settings.weight_decay is not None:
-        decays = config.weight_decay_on == "all" or group["params"][0].ndim >= 2
+        decays = config.weight_decay_on == "all" or not set(vectors).issuperset(group["params"])
         changes["weight_decay"] = settings.weight_decay * decays
     changes = {name: value for name, value in changes.items() if value is not None}
     if missing := sorted(changes.keys() - group.keys()):

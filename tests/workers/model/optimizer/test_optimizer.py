@@ -1,5 +1,6 @@
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,10 +10,17 @@ from tests.benchmarks.families.shrinking import tiny_config
 from tests.refusals import refused
 from tests.workers.model.test_activations import LateCopies
 from tests.workers.rollout.stream_races import StreamRaces
+from workers.config.optimizer import StepSettings
 from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.copies import CopyStream
 from workers.model.model import PackedCausalLM
-from workers.model.optimizer.optimizer import make_optimizer, make_schedule, optimizer_state, resume_schedule
+from workers.model.optimizer.optimizer import (
+    changed_groups,
+    make_optimizer,
+    make_schedule,
+    optimizer_state,
+    resume_schedule,
+)
 
 OWN_SCHEDULE = f"{__name__}:fifths"
 
@@ -183,8 +191,23 @@ def test_a_step_that_does_not_wait_for_its_copies_races(
     assert races.races
 
 
+VECTORS = r"(bias|A_log|\.D|norm\w*\.weight|sinks)$"
+MATRICES = r"(_proj|embed_tokens|wte|conv1d)(\.weight)?$"
+
+
 @pytest.mark.parametrize(
-    "family", ["gpt_oss", "jamba", "kimi_linear", "falcon_mamba", "qwen3_moe", "deepseek_v3", "gpt2"]
+    "family",
+    [
+        "gpt_oss",
+        "jamba",
+        "kimi_linear",
+        "qwen3_5_text",
+        "nemotron_h",
+        "falcon_mamba",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt2",
+    ],
 )
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_biases_and_states_are_vectors_in_whatever_shape_a_family_keeps_them(family: str, name: str) -> None:
@@ -194,9 +217,15 @@ def test_biases_and_states_are_vectors_in_whatever_shape_a_family_keeps_them(fam
     names = {parameter: parameter_name for parameter_name, parameter in packed.named_parameters()}
     config = OptimizerConfig(name=name, weight_decay=0.1)
     optimizer = make_optimizer(packed.named_parameters(), config, packed.layer_matrices)
-    for group in optimizer.param_groups:
-        found = [names[parameter] for parameter in group["params"]]
-        vectors = [each for each in found if re.search(r"(bias|A_log|\.D|norm\w*\.weight|sinks)$", each)]
-        assert not vectors or (group["weight_decay"] == 0 and "momentum" not in group), vectors
-        matrices = [each for each in found if re.search(r"(_proj|embed_tokens|wte)(\.weight)?$", each)]
-        assert not matrices or group["weight_decay"] > 0, matrices
+    of_a_step = StepSettings(weight_decay=0.3)
+    for decay, changed in (
+        (0.1, nullcontext()),
+        (0.3, changed_groups(optimizer, config, of_a_step, packed.vectors)),
+    ):
+        with changed:
+            for group in optimizer.param_groups:
+                members = [names[parameter] for parameter in group["params"]]
+                vectors = [member for member in members if re.search(VECTORS, member)]
+                assert not vectors or (group["weight_decay"] == 0 and "momentum" not in group), vectors
+                matrices = [member for member in members if re.search(MATRICES, member)]
+                assert not matrices or group["weight_decay"] == decay, matrices
