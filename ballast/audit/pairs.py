@@ -24,7 +24,7 @@ models, and up to 0.1 for mixtures of experts."""
 TOKENS_OF_AN_EXPLANATION = 2**18
 CLEAR_CORRELATION = 0.8
 EXPLAINED_SHARE = 0.25
-"""An explanation leaves at most this share of a difference that is far above the bound."""
+"""An explanation leaves at most this share of a difference, and at most twice the bound."""
 
 Selection = Callable[[Bundle], np.ndarray]
 """Places of the tokens of a part that are compared."""
@@ -132,7 +132,7 @@ def explain(bundle: Bundle, first: str, second: str, selection: Selection, bound
     if not len(sample.places):
         return None
     for name, other, pair in ((first, second, sample), (second, first, sample.swapped)):
-        limit = max(2 * bound, min(EXPLAINED_SHARE * pair.difference, 4 * bound))
+        limit = min(2 * bound, EXPLAINED_SHARE * pair.difference)
         for explanation in _explanations(bundle, name, other, pair):
             if explanation.residual <= limit:
                 return Problem(explanation.cause, explanation.text, ADVICE.get(explanation.cause, ""))
