@@ -48,10 +48,22 @@ from workers.model.model import load_model
 
 
 @pytest.fixture(scope="module")
-def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
-    """One engine, which takes 20 seconds to start: a test that needs certain weights loads them first."""
+def quantized_model(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized")
+    shutil.copytree(tiny_model_path, folder / "model")
+    quantize_checkpoint(folder / "model", folder / "plain", "fp8 blocks")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, quantized_model: Path) -> Iterator[Engines]:
+    """Start one engine, which takes 20 seconds. A test that needs certain weights loads them first.
+
+    The model's files are quantized. The engine computes with the plain weights that it gets.
+    """
     found = Engines(
-        tiny_model_path,
+        quantized_model,
+        restarts=1,
         environment=cloudpickle.dumps(tiny.Echo),
         max_turns=2,
         history="template",
@@ -469,13 +481,10 @@ def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_thei
 
 
 def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
-    ray_session: None, tiny_model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    engines: Engines, quantized_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The files are quantized, and both engines compute with the plain weights that they get."""
-    shutil.copytree(tiny_model_path, tmp_path / "model")
-    quantize_checkpoint(tmp_path / "model", tmp_path / "plain", "fp8 blocks")
-    engines = Engines(tmp_path / "model", restarts=1)
-    model = load_model(ModelConfig(path=str(tmp_path / "model"), layout="padded"), torch.float32).model
+    """The file's last test of this engine: a new one starts in its place and gets the same weights."""
+    model = load_model(ModelConfig(path=str(quantized_model), layout="padded"), torch.float32).model
     version = engines.load(model)
     assert largest_difference(engines.sample(requests_for(4, samples=1)), model) < LOG_PROB_TOLERANCE
     engines.call("break_after", 5)
@@ -483,7 +492,6 @@ def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
     assert {result.weight_version for result, _ in finished} == {version}
     assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
     assert "rollout replica 0 died: RuntimeError: out of luck; starting a new one" in capfd.readouterr().out
-    engines.pool.stop()
 
 
 @pytest.mark.slow
