@@ -2,7 +2,7 @@
 
 import pytest
 
-from ballast.certify.oracle import certified_answer
+from ballast.certify.held_out import certified_answer
 
 
 @pytest.mark.parametrize(
