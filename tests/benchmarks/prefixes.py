@@ -5,7 +5,8 @@
 One micro-batch through a 20M model, forward and backward, with model.share_prefixes=never and auto in turns.
 Times are medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of
 the bytes that tensors hold at most during a pass, beyond the parameters. Workloads with images go through a
-Qwen2.5-VL, its tower frozen.
+Qwen2.5-VL, its tower frozen. Those of a family with states go through four of its layers, the last with
+attention.
 """
 
 import argparse
@@ -18,12 +19,13 @@ from time import process_time
 
 import PIL.Image
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration
 
 from balancing import CostModel
 from examples.vision import warm_start
 from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
 from tests.tensor_memory import peak_tensor_bytes
+from tests.workers.model.tiny import tiny_config
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.placed_images import Image, PlacedImage
 from workers.config.roles import ModelConfig
@@ -37,7 +39,8 @@ Written by `python -m tests.benchmarks.prefixes`: forward and backward of one mi
 through a 20M model in float32 on one core, without and with `model.share_prefixes` in turns. Times are medians of CPU
 seconds. Memory is the peak of bytes in tensors, without the parameters. Workloads with an image go through a
 Qwen2.5-VL with a frozen vision tower of 7M. An image of 448 x 448 pixels has 1,024 patches and 256 tokens. The tower
-computes it once either way.
+computes it once either way. Workloads of a family with states go through four of its layers, the last with attention,
+of hidden size 256.
 
 | prompt / response / samples x groups | tokens | FLOPs | seconds without | with | faster | memory |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -45,11 +48,31 @@ computes it once either way.
 
 
 IMAGE, PATCH = 448, 14
+GATED_DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+HYBRIDS: dict[str, dict[str, int]] = {
+    "qwen3_5": GATED_DELTA,
+    "qwen3_next": GATED_DELTA | {"moe_intermediate_size": 256},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "chunk_size": 64},
+    "lfm2": {},
+    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 16, "moe_intermediate_size": 256},
+}
+"""Sizes of families with states."""
 IMAGE_TOKENS = (IMAGE // PATCH // 2) ** 2
 
 
 def image_token() -> int:
     return int(warm_start.tokenizer().convert_tokens_to_ids("<|image_pad|>"))
+
+
+def hybrid_model(family: str) -> PackedCausalLM:
+    """Return a model with three layers with a state and one with attention."""
+    kinds = tiny_config(family).layer_types
+    sizes = HYBRIDS[family] | {"layer_types": [*kinds[:1] * 3, *kinds[1:]]}
+    config = tiny_config(
+        family, vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, **sizes
+    )
+    torch.manual_seed(0)
+    return packed_causal_lm(AutoModelForCausalLM.from_config(config), ModelConfig(layout="packed"))
 
 
 def noise(generator: torch.Generator) -> Image:
@@ -90,7 +113,7 @@ class Workload:
     """Groups of samples that share a prompt; lengths in tokens. vary: responses of 1/2 to 3/2 of their
     length.
 
-    image: the prompt's first tokens are those of an image of IMAGE pixels a side.
+    image: the prompt's first tokens are those of an image of IMAGE pixels a side. family: one of HYBRIDS.
     """
 
     prompt: int
@@ -99,12 +122,16 @@ class Workload:
     groups: int = 1
     vary: bool = False
     image: bool = False
+    family: str = ""
 
     def __str__(self) -> str:
         prompt = f"{IMAGE_TOKENS} of an image + {self.prompt - IMAGE_TOKENS}" if self.image else self.prompt
-        return f"{prompt} / {self.response} / {self.samples} x {self.groups}"
+        model = f"{self.family}: " * bool(self.family)
+        return f"{model}{prompt} / {self.response} / {self.samples} x {self.groups}"
 
     def model(self) -> PackedCausalLM:
+        if self.family:
+            return hybrid_model(self.family)
         return vision_model_of_20m() if self.image else model_of_20m("packed")
 
     @property
@@ -149,6 +176,7 @@ WORKLOADS = (
     Workload(1, 64, 1, groups=16, vary=True),  # nothing to share
     Workload(IMAGE_TOKENS + 32, 64, 8, image=True),
     Workload(IMAGE_TOKENS + 32, 32, 8, groups=2, image=True, vary=True),
+    *[Workload(1024, 128, 16, family=family) for family in HYBRIDS],
 )
 
 
