@@ -13,11 +13,11 @@ from workers.engine.kept_caches import KeptCaches
 from workers.engine.requests import STOP, Response, turn_seed
 from workers.engine.session_record import Node
 from workers.engine.vllm_interface import as_response, sampling_parameters
+from workers.episodes.parsing import TAIL
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
 # Tokens in a part of a streamed answer: vLLM writes each token by itself, which takes a tenth of a call.
 STREAM_TOKENS = 8
 

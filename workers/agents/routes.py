@@ -17,13 +17,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from workers.agents.prompt_renderer import PromptRenderer
-from workers.agents.recording_client import TAIL, RecordingClient
+from workers.agents.recording_client import RecordingClient
 from workers.agents.session_requests import CALL, LARGE, SessionRequest
 from workers.config.roles import ModelConfig, RolloutConfig
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.vllm_interface import check_prompt
-from workers.episodes.parsing import TurnParser
+from workers.episodes.parsing import TurnParser, opens_reasoning
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer, image_parts
@@ -175,8 +175,7 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
         _ids: Sequence[int] = ()
 
         def set_prompt_token_ids(self, ids: Sequence[int]) -> None:
-            text = str(self.model_tokenizer.decode(ids[-TAIL:]))
-            self._opened = start in text.rpartition(end)[2]
+            self._opened = opens_reasoning(self.model_tokenizer, ids, marks)
             super().set_prompt_token_ids(ids)
 
         def parse(self, text: str, *arguments: Any, **named: Any) -> Any:

@@ -27,7 +27,7 @@ from workers.chat_messages import clean_prompt
 from workers.engine.requests import Response, join_responses, not_sampled
 from workers.environment import Text, Turn
 from workers.episodes.history import History
-from workers.episodes.parsing import TurnParser
+from workers.episodes.parsing import TAIL, TurnParser
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.images.images import decode_image
 from workers.rendering import Messages, Options, Renderer, with_images
@@ -69,7 +69,7 @@ class Conversation:
         self._history: History | None = None
         self._images = list(images)
         self._pixels = pixels
-        self._last: int | None = None  # id before the next turn
+        self._before = np.empty(0, np.int32)  # the last ids before the next turn
         self.transcript: Messages = list(self._messages or ())
         self.refused = False
 
@@ -86,15 +86,15 @@ class Conversation:
             self.transcript = list(self._messages)
             self._renderer.check_shown(self._messages, WHERE, **self._options, add_generation_prompt=True)
             prompt = self._encode([self._render(self._messages)], self._images)
+        self._before = prompt.ids[-TAIL:]
         if self._rewrites:
-            self._last = int(prompt.ids[-1])
             self._history = History(self._tokenizer, self._render(self._messages), prompt)
         return prompt
 
     def turn(self, ids: np.ndarray, *, finished: bool) -> Turn:
         """The turn for the environment. finished: whether the policy ended it."""
         if self._parser is not None:
-            turn = self._parser.turn(ids, finished)
+            turn = self._parser.turn(ids, finished, self._before)
         else:
             plain = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
             turn = Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
@@ -136,7 +136,8 @@ class Conversation:
         """
         if self._history is None or self.refused or self._messages is None:
             return None
-        messages = [*self._messages, self._history.opaque(message, ids, self._last)]
+        last = int(self._before[-1]) if len(self._before) else None
+        messages = [*self._messages, self._history.opaque(message, ids, last)]
         try:
             rendered = self._render([*messages, *following])
             self.refused = not _shows(self._render, messages, following)
@@ -183,8 +184,9 @@ class Conversation:
             raise EpisodeError(
                 f"the chat template shows {len(images) - len(rest_images)} of {len(images)} images"
             )
-        self._last = last
-        return join_responses(responses)
+        joined = join_responses(responses)
+        self._before = joined.ids[-TAIL:]
+        return joined
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         return self._renderer.text(

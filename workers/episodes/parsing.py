@@ -6,7 +6,8 @@ turn ids --decode--> text --reasoning parser--> reasoning, rest --tool parser-->
 import itertools
 import json
 import logging
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy as np
 from workers.environment import Turn
 from workers.episodes.parser_names import FORMATS, parsers_of
 from workers.errors import ConfigError, describe_error
+
+TAIL = 32
+"""Tokens at a prompt's end that show whether it opens the reasoning."""
 
 
 class TurnParser:
@@ -40,7 +44,6 @@ class TurnParser:
             ]
             self._request = ChatCompletionRequest(messages=messages, tools=tools)
         self._arguments = {name: value for name, value in options.items() if name != "tools"}
-        self._opens = partial(_generation_prompt, tokenizer, options)
         self._numbers = itertools.count(1)
         parsers = parsers_of(_template(tokenizer, options))
         self._tools = self._usable("tool_parser", tool_parser, parsers[0])
@@ -79,9 +82,9 @@ class TurnParser:
             self._tokenizer, self._request.tools, chat_template_kwargs=self._arguments
         )
 
-    def turn(self, ids: np.ndarray, finished: bool) -> Turn:
+    def turn(self, ids: np.ndarray, finished: bool, before: np.ndarray) -> Turn:
         """Parse a turn's ids. finished: whether the policy ended it, so that the last token may be an end
-        token.
+        token. before: the last `TAIL` ids of its prompt, which may open the reasoning.
         """
         added = self._tokenizer.added_tokens_decoder
         ends = finished and len(ids) > 0 and int(ids[-1]) in added and added[int(ids[-1])].special
@@ -89,7 +92,7 @@ class TurnParser:
             str(self._tokenizer.decode(part.tolist(), skip_special_tokens=skip))
             for part, skip in ((ids, True), (ids, False), (ids[:-1] if ends else ids, False))
         )
-        parser = self._parser(self._tools, self._reasoning if self._thinks(body) else "")
+        parser = self._parser(self._tools, self._reasoning if self._thinks(body, before) else "")
         if parser is None:
             return Turn(plain, text, body)
         with _Failures() as failures:
@@ -111,12 +114,12 @@ class TurnParser:
             errors = [f"a tool call could not be read{why}"]
         return Turn(plain, text, content, reasoning, [self._call(call, body) for call in calls], errors)
 
-    def _thinks(self, body: str) -> bool:
+    def _thinks(self, body: str, before: np.ndarray) -> bool:
         """Whether the turn holds reasoning. vLLM takes a text without any mark for unfinished reasoning."""
         start, end = self.marks
-        return (
-            not (start and end) or start in body or end in body or start in self._opens().rpartition(end)[2]
-        )
+        if not (start and end) or start in body or end in body:
+            return True
+        return opens_reasoning(self._tokenizer, before, self.marks)
 
     @cached_property
     def marks(self) -> tuple[str, str]:
@@ -150,15 +153,11 @@ def _template(tokenizer: Any, options: dict[str, Any]) -> str:
         return ""
 
 
-def _generation_prompt(tokenizer: Any, options: dict[str, Any]) -> str:
-    """What the template writes before a turn, with what comes before, or "" if it fails."""
-    messages = [{"role": "user", "content": ""}]
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        )
-    except Exception:  # templates may raise anything
-        return ""
+def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int], marks: tuple[str, str]) -> bool:
+    """Return whether a prompt ends within reasoning. A template may open it only after some messages."""
+    start, end = marks
+    tail = [int(token) for token in prompt_ids[-TAIL:]]
+    return start in str(tokenizer.decode(tail)).rpartition(end)[2]
 
 
 class _Failures(logging.Handler):

@@ -16,12 +16,11 @@ import numpy as np
 from workers.config.roles import SamplingConfig
 from workers.engine.requests import INSERTED, STOP, Response, not_sampled
 from workers.episodes.parser_names import parsers_of
-from workers.episodes.parsing import TurnParser
+from workers.episodes.parsing import TAIL, TurnParser
 from workers.errors import ConfigError
 from workers.rendering import Renderer
 
 MARKS = "<think>", "</think>"  # of reasoning, where no parser is given or found
-TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
 
 
 class Thinking:

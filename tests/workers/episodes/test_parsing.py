@@ -13,9 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.refusals import refused
+from tests.workers.episodes.test_conversation import STOCK
+from workers.engine.requests import STOP, Response, not_sampled
 from workers.environment import Turn
+from workers.episodes.conversation import Conversation
 from workers.episodes.parser_names import FORMATS, known_parsers, parsers_of
 from workers.episodes.parsing import TurnParser
+from workers.rendering import Messages, Renderer
 
 QWEN3, QWEN3_CODER, LLAMA = "<tool_call></think>", "<tool_call><function=</think>", "ipython"
 END = "<|im_end|>"
@@ -60,7 +64,12 @@ def turn_of(
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     read = TurnParser(tokenizer, parser, "", {"tools": TOOLS} | options)
-    return read.turn(np.array(tokenizer(text)["input_ids"], np.int32), finished)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    return read.turn(ids_of(text), finished, ids_of(prompt))
+
+
+def ids_of(text: str) -> np.ndarray:
+    return np.array(byte_tokenizer()(text)["input_ids"], np.int32)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +112,44 @@ def test_a_turn_has_the_parts_that_the_model_wrote(
     assert bool(turn.errors) == (content is None)
     again = pickle.loads(pickle.dumps(turn))
     assert vars(again) == vars(turn) and again == turn and again.message() == turn.message()
+
+
+THINKING = sorted(path.stem for path in STOCK.glob("*.jinja") if "</think>" in path.read_text())
+CONDITIONAL = (
+    "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>assistant"
+    "<think>{{ '</think>' if '/no_think' in messages[0]['content'] }}"
+)
+
+
+def parts_of(name: str, prompt: Messages, observation: Messages) -> list[tuple[str, str, bool]]:
+    """Return reasoning, content and whether the prompt opens the reasoning, of a turn and of the next."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CONDITIONAL if name == "conditional" else (STOCK / f"{name}.jinja").read_text()
+    renderer = Renderer(tokenizer)
+    parser = TurnParser(tokenizer, "", "", {})
+    conversation = Conversation(renderer, prompt, {}, parser)
+    text = renderer.text(prompt, "the prompt", add_generation_prompt=True)
+    ids = ids_of(f"12{END}")
+    conversation.open(not_sampled(ids_of(text)), "")
+    parts = []
+    for _ in range(2):
+        turn = conversation.turn(ids, finished=True)
+        parts.append((turn.reasoning, turn.content, "<think>" in text.rpartition("</think>")[2]))
+        numbers = np.zeros(len(ids))
+        sampled = Response(ids, numbers.astype(np.float32), numbers.astype(np.int32), STOP)
+        text = str(tokenizer.decode(conversation.observe(sampled, turn, observation)[0].ids))
+    return parts
+
+
+@pytest.mark.parametrize("name", [*THINKING, "conditional"])
+@pytest.mark.parametrize("prompt", ["2?", "2? /no_think"])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_turn_without_marks_is_reasoning_where_its_prompt_opens_it(
+    name: str, prompt: str, role: str
+) -> None:
+    observation = [{"role": role, "content": "4", "name": "add"}]
+    for reasoning, content, opened in parts_of(name, [{"role": "user", "content": prompt}], observation):
+        assert (reasoning, content) == (("12", "") if opened else ("", "12"))
 
 
 @pytest.mark.parametrize(
