@@ -30,7 +30,7 @@ from workers.model.attention.context_parallel import Ulysses, cut
 from workers.model.attention.exchange import HeadExchange
 from workers.model.attention.ring_attention import RingAttention
 from workers.model.attention.shared_attention import SharedAttention
-from workers.model.attention.states import StateRow
+from workers.model.attention.state_rows import StateRow
 from workers.model.copies import to_device
 from workers.model.model import PackedModel
 from workers.model.rows.packing import ModelInput, PackedRow, pack, pad, read_last, read_own
@@ -111,9 +111,9 @@ class RowLayout:
         if isinstance(rows, PackedRow):
             group = self._parallel.context_groups[degree] if self._parallel and degree > 1 else None
             attention = self._attention(rows, group)
-            if self._parallel and self._tensor > 1 and self._model.is_recurrent:
+            if self._parallel and self._tensor > 1 and self._model.has_states:
                 exchange = HeadExchange(rows, self._parallel.token_groups[degree], self._device, self._tensor)
-                attention = RowAttention(attention, StateRow(rows.padded_lengths, self._device, exchange))
+                attention = RowAttention(attention, StateRow.of(rows, self._device, exchange))
             rows = cut(rows, group, self._device) if group else rows
             rows = replace(rows, attention=attention)
         if chosen is not None and self._parallel is not None:

@@ -161,6 +161,11 @@ class PackedModel(nn.Module):
         for parameter in self.frozen_tower:
             parameter.data = parameter.data.to(device, dtype)
 
+    @property
+    def has_states(self) -> bool:
+        """Return whether a layer carries a state from token to token."""
+        return any(find_mixers(layer) for layer in self.layers)
+
     def unshared_states(self, ranks: int) -> str:
         """Return which layers with a state so many ranks cannot share, or an empty string. 1: which prompts
         cannot hand on.

@@ -188,9 +188,16 @@ CASES: dict[str, list[Case]] = {
         SHARED_IN_CALLS,
         moe(tied=True, **MIXED),
     ],
-    "tp 2, states": [with_states(family) for family in ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2")],
+    "tp 2, states": [
+        *[with_states(family) for family in ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2")],
+        with_states("qwen3_5", share_prefixes="always"),
+        with_states("nemotron_h", share_prefixes="always"),
+    ],
     "ulysses 2, tp 2, states": [with_states("qwen3_5", gradient_checkpointing="full")],
-    "ring 2, tp 2, by step, states": [with_states("nemotron_h"), with_states("lfm2")],
+    "ring 2, tp 2, by step, states": [
+        with_states("nemotron_h", share_prefixes="always"),
+        with_states("lfm2"),
+    ],
     "pp 2, dp 2, tp 2, states": [with_states("qwen3_next")],
     "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, tp 2, deferred": [Case()],
