@@ -56,6 +56,7 @@ ALL_COMMANDS = {
     "certify": Command(
         "ballast.certify.__main__", "try data, reward and environment of a run before it gets a GPU"
     ),
+    "audit": Command("ballast.audit.__main__", "check a recorded step of any trainer, or compare two runs"),
     "layout": Command("ballast.planning.layouts", "find the fastest layouts of a run on a cluster"),
     "migrate": Command("ballast.migrate.__main__", "translate a recipe of verl, TRL and other systems"),
     "template": Command(

@@ -143,6 +143,11 @@ def read_bundle(folder: str | Path) -> Bundle:
     return bundle
 
 
+def read_step_number(folder: Path) -> int:
+    """Return a bundle's step without its columns. Raises DataError."""
+    return _read_facts(folder / FACTS_FILE)[0].step
+
+
 def _read_facts(path: Path) -> tuple[Facts, dict[str, Any]]:
     record = _read_json(path)
     if not isinstance(record, dict) or record.get("format") != FORMAT:

@@ -12,7 +12,7 @@ from math import log
 
 import numpy as np
 
-from ballast.audit.bundle import Bundle
+from ballast.audit.bundle import Bundle, MissingError
 from ballast.audit.finding import Problem
 from ballast.audit.token_sums import segment_sums
 
@@ -42,8 +42,7 @@ class Comparison:
     def rows_beyond(self, bound: float) -> np.ndarray:
         """Return rows whose own mean differs too much. A short row may differ more."""
         limits = 3 * bound + 10 * bound / np.maximum(self.row_counts, 1)
-        with np.errstate(invalid="ignore"):
-            return np.flatnonzero(~(self.row_means <= limits))
+        return np.flatnonzero(self.row_means > limits)
 
 
 def mean_bound(bundle: Bundle) -> float:
@@ -51,6 +50,7 @@ def mean_bound(bundle: Bundle) -> float:
 
 
 def compare(bundle: Bundle, first: str, second: str, selection: Selection) -> Comparison:
+    """Raises MissingError if a column is missing, or not finite."""
     sums = []
     counts = []
     for _, part in bundle.parts():
@@ -66,6 +66,8 @@ def compare(bundle: Bundle, first: str, second: str, selection: Selection) -> Co
     row_counts = np.concatenate(counts) if counts else np.empty(0)
     count = int(row_counts.sum())
     mean = float(row_sums.sum() / max(count, 1))
+    if not np.isfinite(mean):
+        raise MissingError(f"finite {first} and {second}")
     return Comparison(count, mean, row_sums / np.maximum(row_counts, 1), row_counts)
 
 

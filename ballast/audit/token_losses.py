@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ballast.audit.bundle import Algorithm, Bundle
+from ballast.audit.bundle import Algorithm, Bundle, MissingError
 from ballast.audit.token_sums import segment_sums, trained_rows
 
 LARGEST_LOG_RATIO = 40.0
@@ -42,7 +42,7 @@ class RowLosses:
 
 
 def row_losses(bundle: Bundle, variant: Variant) -> RowLosses:
-    """Raises MissingError for a column that the variant reads."""
+    """Raises MissingError for a column that the variant reads, if it is missing or not finite."""
     sums = []
     sizes = []
     counts = []
@@ -56,7 +56,10 @@ def row_losses(bundle: Bundle, variant: Variant) -> RowLosses:
         counts.append(segment_sums(weights, part.offsets))
     if not sums:
         return RowLosses(np.empty(0), np.empty(0), np.empty(0))
-    return RowLosses(np.concatenate(sums), np.concatenate(sizes), np.concatenate(counts))
+    losses_of_rows = RowLosses(np.concatenate(sums), np.concatenate(sizes), np.concatenate(counts))
+    if not np.all(np.isfinite(losses_of_rows.sizes)):
+        raise MissingError("finite log-probs and advantages")
+    return losses_of_rows
 
 
 def _weights(part: Bundle, variant: Variant) -> np.ndarray:

@@ -111,6 +111,12 @@ def check_estimator(bundle: Bundle) -> Finding:
         if not len(wrong):
             return passed(NAME, f"{checked}, of trained rows alone", int(trained.sum()), **details)
     problem = _explain(recorded, estimator, epsilons, wrong)
+    size = bundle.facts.algorithm.group_size
+    members = np.bincount(recorded.samples.group)[recorded.samples.group[wrong]]
+    if problem.cause == "stale_rewards" and size and np.all(members != size):
+        text = f"all {len(wrong)} samples that differ are of groups that are not whole, the others follow"
+        advice = "They were compared with samples that are not in the step."
+        problem = Problem("incomplete_groups", text, advice, problem.rows)
     return failed(NAME, checked, count, problem, **details)
 
 
@@ -221,7 +227,8 @@ def _candidates(recorded: Recorded, estimator: str) -> Iterator[Candidate]:
     stale = "Rewards and rows are in different orders."
     for lag in _lags(samples):
         rolled = replace(recorded, samples=samples.with_rewards(np.roll(samples.rewards, lag)))
-        text = f"they follow from the rewards of {abs(lag)} rows {'before' if lag > 0 else 'after'}"
+        side = "before" if lag > 0 else "after"
+        text = f"they follow from the reward of the row {abs(lag)} {side} their own"
         yield Candidate("stale_rewards", text, stale, rolled, estimator)
     for text, group in _groupings(samples):
         regrouped = replace(recorded, samples=samples.with_group(group))

@@ -144,7 +144,7 @@ def _unexplained(mean: float, rows: np.ndarray, counts: np.ndarray, bound: float
 
 
 def check_places(bundle: Bundle, column: str) -> Finding:
-    """Check by correlation with the trainer's log-probs that a column stands at its own tokens."""
+    """Check that a column stands at its own tokens, by correlation with the trainer's."""
     name = f"log_probs.{column.removesuffix('_logprobs')}_places"
     trainer = "old_logprobs" if bundle.has("old_logprobs") else "sampler_logprobs"
     checked = f"{column} stands at the tokens of {trainer}, in the same scale"

@@ -515,6 +515,7 @@ FAULTS: dict[str, Fault] = {
     "two samples vanished": Fault(lose_rows, "selection.sampled", "samples_vanished"),
     "two prompts in one group": Fault(merge_groups, "selection.group_sizes", "groups_too_large"),
     "rows of another prompt in a group": Fault(swap_prompts, "selection.group_prompts", "mixed_prompts"),
+    "advantages of groups that lost samples": Fault(lose_rows, "advantages.estimator", "incomplete_groups"),
     "a row twice": Fault(double_row, "selection.duplicates", "duplicate_rows"),
     "long rows dropped": Fault(
         drop_long_rows, "selection.dropped_lengths", "long_rows_dropped", {"groups": 16, "group_size": 8}

@@ -22,3 +22,8 @@ def test_a_planted_fault_is_named(name: str) -> None:
     assert causes.get(fault.check) == fault.cause, causes
     assert failed[fault.check].text
     assert failed[fault.check].advice
+
+
+def test_a_column_that_is_not_finite_fails_alone() -> None:
+    """Checks that compare it are unknown, and do not guess."""
+    assert list(failures("one NaN")) == ["log_probs.new"]

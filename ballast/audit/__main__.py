@@ -1,0 +1,121 @@
+"""`python -m ballast audit PATH [PATH]`: is a recorded step right, and where do two runs part.
+
+    one path     every check of every step
+    two paths    the first step, stage, row and token at which they differ
+
+Exit codes: 0 nothing is wrong, 1 something is (or the two part), 2 a path cannot be read.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ballast.audit.bundle import Bundle
+from ballast.audit.checks import check_step
+from ballast.audit.comparison import compare_runs
+from ballast.audit.finding import Verdict
+from ballast.audit.page import WIDTH, print_parting, print_step
+from ballast.audit.sources import Source, steps_at
+from controller.preflight.arguments import OneLineParser
+from workers.errors import ConfigError, DataError, one_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+        steps = [_select(path, steps_at(path), options.step) for path in options.paths]
+        if len(steps) > 2:
+            raise ConfigError("give one path to check, or two to compare.")
+        if len(steps) == 2:
+            return _compare(steps[0], steps[1], as_json=options.json)
+        return _check(steps[0], as_json=options.json)
+    except (ConfigError, DataError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 1
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="python -m ballast audit",
+        description="Check a recorded step of any trainer, or compare two runs. See docs/audit.md.",
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="a bundle, a folder of bundles, or runs/NAME"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="this step alone (all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _select(path: Path, steps: list[Source], number: int | None) -> list[Source]:
+    if number is None:
+        return steps
+    chosen = [step for step in steps if step.number == number]
+    if not chosen:
+        numbers = ", ".join(str(step.number) for step in steps[:10])
+        raise DataError(f"--step={number}: {path} has no such step. Recorded are {numbers}.")
+    return chosen
+
+
+def _check(steps: Sequence[Source], *, as_json: bool) -> int:
+    console = _console()
+    records = []
+    is_wrong = False
+    for step in steps:
+        bundle = step.load()
+        findings = check_step(bundle)
+        is_wrong |= any(finding.verdict is Verdict.FAILED for finding in findings)
+        if as_json:
+            records.append(_record(step.label, bundle, [finding.record for finding in findings]))
+        else:
+            print_step(console, step.label, bundle, findings)
+    if as_json:
+        print(json.dumps({"steps": records, "wrong": is_wrong}, indent=1, allow_nan=False))
+    return int(is_wrong)
+
+
+def _record(label: str, bundle: Bundle, findings: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "path": label,
+        "step": bundle.facts.step,
+        "rows": bundle.row_count,
+        "tokens": bundle.token_count,
+        "missing": bundle.missing,
+        "unread_columns": bundle.unread_columns,
+        "findings": findings,
+    }
+
+
+def _compare(first: Sequence[Source], second: Sequence[Source], *, as_json: bool) -> int:
+    parting = compare_runs(_loaders(first), _loaders(second))
+    if as_json:
+        record = {
+            "compared": list(parting.compared),
+            "columns": list(parting.columns),
+            "missing": list(parting.missing),
+            "differences": [difference.record for difference in parting.differences],
+        }
+        print(json.dumps(record, indent=1, allow_nan=False))
+    else:
+        print_parting(_console(), parting)
+    return int(bool(parting.differences))
+
+
+def _loaders(steps: Sequence[Source]) -> dict[int, Source]:
+    return {step.number: step for step in steps}
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else WIDTH
+    return Console(file=sys.stdout, highlight=False, markup=False, width=width, force_jupyter=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Read a step of a Ballast run that was recorded with run.record_samples.
+
+runs/NAME/samples/step-3.npz, config.yaml, metrics.jsonl --read_recorded_step--> Bundle
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from ballast.audit.bundle import Algorithm, Bundle, Facts, Named, check_columns
+from controller.config import Config
+from controller.config.recorded import load_recorded
+from controller.observability import run_folder
+from workers.config.loss import automatic_aggregation
+from workers.errors import DataError, clause
+
+CONFIG = "config.yaml"
+LARGEST_MODEL_FILE = 2**20
+MISSING = {
+    "new_logprobs": "a run does not keep them",
+    "template": "a run does not record its hash",
+}
+
+
+def is_ballast_run(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def recorded_steps(path: Path) -> list[int]:
+    return run_folder.recorded_steps(path)
+
+
+def read_recorded_step(path: Path, step: int) -> Bundle:
+    """Return what a run knows of a step. Raises DataError if a file is broken."""
+    config = load_recorded(path / CONFIG)
+    if not isinstance(config, Config):
+        raise DataError(
+            f"{path}: this run trained on given sequences. Only runs of controller.fit have steps."
+        )
+    file = run_folder.step_file(path, step)
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            offsets, tokens, rows = _read_columns(arrays, config)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, BadZipFile, zlib.error) as error:
+        raise DataError(f"{file}: cannot be read: {clause(error)}. Record the samples again.") from None
+    facts = _facts(path, step, config)
+    bundle = Bundle(facts, offsets, tokens, rows, f"{path}, step {step}")
+    check_columns(str(file), bundle)
+    return bundle
+
+
+def _read_columns(
+    arrays: Mapping[str, np.ndarray], config: Config
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return offsets, token columns and row columns of the rows to train on."""
+    uids = arrays["columns.uid"]
+    counts = arrays["columns.branches"] if "columns.branches" in arrays else np.zeros(len(uids), np.int64)
+    stored, sample = _training_rows(counts)
+    offsets = arrays["tokens.offsets"]
+    lengths = np.diff(offsets)[stored]
+    places = [np.arange(offsets[row], offsets[row + 1]) for row in stored]
+    places = np.concatenate(places) if places else np.empty(0, np.int64)
+    tokens = {
+        "token_ids": arrays["tokens.input_ids"][places],
+        "loss_mask": arrays["tokens.loss_mask"][places],
+        "sampler_logprobs": arrays["tokens.rollout_log_probs"][places],
+    }
+    if "tokens.weight_versions" in arrays:
+        tokens["weight_versions"] = arrays["tokens.weight_versions"][places]
+    scores = json.loads(arrays["scores"].tobytes())
+    truncated = arrays["columns.truncated"][sample]
+    trained = np.zeros(len(stored), np.int64)
+    trained[arrays["trained"]] = 1
+    if config.reward.truncated == "mask":
+        trained[truncated] = 0
+    rows = {
+        "rewards": np.array([score["reward"] for score in scores], np.float64)[sample],
+        "group": np.unique(uids, return_inverse=True)[1][sample],
+        "sample": arrays["columns.sample"][sample],
+        "truncated": truncated,
+        "trained": trained,
+    }
+    if not counts.any():  # a branch has a prompt of its own
+        rows["prompt_length"] = arrays["columns.prompt_tokens"]
+    return np.concatenate([[0], np.cumsum(lengths)]), tokens, rows
+
+
+def _training_rows(branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the stored row and the sample of each row to train on.
+
+    A sample is stored as one row, and after it come its branches, which are trained in its place.
+    """
+    stored = []
+    samples = []
+    first = 0
+    for sample, count in enumerate(branches.tolist()):
+        rows = range(first + 1, first + 1 + count) if count else [first]
+        stored += rows
+        samples += [sample] * len(rows)
+        first += 1 + count
+    return np.array(stored, np.int64), np.array(samples, np.int64)
+
+
+def _facts(path: Path, step: int, config: Config) -> Facts:
+    metrics = {row["step"]: row for row in run_folder.RunFolder(path).metrics}
+    of_step = metrics.get(step, {})
+    version = metrics.get(step - 1, {}).get("rollout/weight_version")
+    dropped = int(of_step.get("rollout/samples_dropped") or 0)
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if config.resources.device == "cpu" else ""
+    return Facts(
+        step=step,
+        algorithm=_algorithm(config),
+        loss=_numbers(of_step, "policy/loss"),
+        gradient_norm=_numbers(of_step, "policy/grad_norm"),
+        model=Named(config.model.path),
+        weight_version=None if version is None else int(version),
+        learning_rate=of_step.get("policy/learning_rate"),
+        dropped={"failed": dropped} if dropped else {},
+        end_tokens=_end_tokens(Path(config.model.path)),
+        precision=dtype,
+        writer="ballast",
+        missing=MISSING,
+    )
+
+
+def _numbers(metrics: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """Null in metrics.jsonl stands for a number that is not finite."""
+    if name not in metrics:
+        return ()
+    value = metrics[name]
+    return (float("nan") if value is None else float(value),)
+
+
+def _algorithm(config: Config) -> Algorithm:
+    algorithm = config.algorithm
+    loss = algorithm.loss
+    estimator = algorithm.advantage
+    if estimator == "grpo" and not algorithm.normalize_by_std:
+        estimator = "dr_grpo"
+    if algorithm.advantage_function:
+        estimator = "custom"
+    aggregation = loss.aggregation
+    if aggregation == "auto":
+        aggregation = automatic_aggregation(loss.name)
+    correction = loss.rollout_correction
+    return Algorithm(
+        estimator=estimator,
+        epsilon=1e-6,
+        loss=loss.name,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        aggregation=aggregation or None,
+        constant_length=loss.constant_length,
+        kl_coefficient=loss.kl_coefficient,
+        kl_estimator=loss.kl_estimator,
+        kl_in_reward=algorithm.kl_in_reward.coefficient,
+        entropy_coefficient=loss.entropy_coefficient,
+        correction=correction.weights if correction.rejection == "none" else None,
+        correction_cap=correction.cap,
+        temperature=config.rollout.sampling.temperature,
+        top_p=config.rollout.sampling.top_p,
+        top_k=config.rollout.sampling.top_k,
+        group_size=config.rollout.samples_per_prompt,
+    )
+
+
+def _end_tokens(model: Path) -> tuple[int, ...]:
+    """Return the ids that end a response, as the model's files name them, if they are here."""
+    for name in ("generation_config.json", "config.json"):
+        file = model / name
+        try:
+            if not file.is_file() or file.stat().st_size > LARGEST_MODEL_FILE:
+                continue
+            ends = json.loads(file.read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+        ends = ends if isinstance(ends, list) else [ends]
+        numbers = tuple(token for token in ends if isinstance(token, int))
+        if numbers:
+            return numbers
+    return ()
