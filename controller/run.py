@@ -1,8 +1,10 @@
 """Run: a reinforcement learning run, as its steps use it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from balancing import CostModel
 from controller.algorithm import advantages
@@ -13,16 +15,17 @@ from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
-from controller.observability.run_folder import step_file, thumbnails
+from controller.observability.run_folder import step_file, thumbnails, update_file
 from controller.observability.run_record import RECORDED_SAMPLES
 from controller.observability.shown_text import other_columns, show_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.replay_buffer import ReplayBuffer
-from controller.rollout.sample_files import write_step
+from controller.rollout.sample_files import write_step, write_update
 from controller.rollout.samples import RolloutBatch
 from controller.training_loop import TrainingRun
+from workers.batch.remote_batch import RemoteBatch
 from workers.engine.requests import VALIDATION_STEP
 from workers.errors import ConfigError
 
@@ -161,6 +164,12 @@ class Run(TrainingRun[Config]):
         if self.config.run.record_samples:
             with record.phase("record"):
                 write_step(step_file(self.folder, self.number), rollout)
+
+    def record_update(self, batch: RemoteBatch, mini_batches: Sequence[np.ndarray]) -> None:
+        """Keep what the policy's update reads, with run.record_samples. mini_batches: rows of each."""
+        if self.config.run.record_samples:
+            with self.record.phase("record"):
+                write_update(update_file(self.folder, self.number), batch, mini_batches)
 
     def prompt_text(self, uid: str) -> dict[str, str]:
         """Return a training prompt as text: `prompt`, `record`, its other columns, and names of files with

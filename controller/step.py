@@ -303,6 +303,8 @@ def update_policy(
     batch: with `advantages` and required log-probs. Without `old_log_probs`, ratios are 1. loss: replaces
     algorithm.loss. Raises MismatchError as `with_old_log_probs`, if log-probs are first compared here.
     """
+    if recorded_as == "policy":
+        run.record_update(trainable_rows(batch, run.config.reward), epochs[0].mini_batches)
     updated = _update(
         run, run.roles.policy, batch, epochs, [epoch.plan for epoch in epochs], loss or run.config.policy_loss
     )

@@ -3,6 +3,7 @@
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
     checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
     step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz (`ballast.replay`)
+    update       rows of a RemoteBatch --write_update--> runs/NAME/samples/update-3.npz (`ballast.audit`)
 
 Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read
 without pickle.
@@ -37,6 +38,8 @@ PARTIAL = ("ids", "log_probs", "versions")
 """Kept fields of an unfinished Response."""
 ROWS = ("finished", "turns")
 """Groups of rows in a checkpoint's file, in the order of their images."""
+UPDATE_COLUMNS = ("old_log_probs", "reference_log_probs", "advantages")
+"""Token columns of an update, those that a step has."""
 OF_ANSWERS = ("finish_reason", "read_tokens", "cached_tokens", "stop_string")
 """Further ones of an answer in an unfinished session."""
 
@@ -192,6 +195,31 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in names})
     rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
     return replace(rollout, trained=rollout.rows.select(trained).with_columns(**added))
+
+
+def write_update(path: Path, batch: RemoteBatch, mini_batches: Sequence[np.ndarray]) -> None:
+    """Write what an update reads of its rows, replacing `path` when complete.
+
+    mini_batches: rows of each, in order. Raises OutputError.
+    """
+    numbers = np.full(len(batch), -1, np.int64)
+    for number, rows in enumerate(mini_batches):
+        numbers[rows] = number
+    arrays = {"mini_batch": numbers, "length": batch["length"]}
+    if "advantages" in batch.columns:
+        arrays["advantages"] = batch["advantages"]
+    for name in UPDATE_COLUMNS:
+        if name in batch.tokens:
+            arrays[f"tokens.{name}"] = _fetch_column(batch.tokens[name])
+    _write(path, arrays)
+
+
+def _fetch_column(column: np.ndarray) -> np.ndarray:
+    """Fetch a token column, one row after the other."""
+    refs = list(dict.fromkeys(ref for ref, _, _ in column))
+    blocks = dict(zip(refs, ray.get(refs), strict=True))
+    rows = [blocks[ref].row(row)[name] for ref, name, row in column]
+    return np.concatenate(rows) if rows else np.empty(0, np.float32)
 
 
 def write_rows(path: Path, rows: RemoteBatch) -> None:

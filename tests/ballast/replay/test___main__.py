@@ -67,6 +67,8 @@ def block(number: int) -> DataProto:
     length = 2 * TOKENS
     ids = 10_000 * number + np.arange(100 * length, dtype=np.int32)
     columns = {"input_ids": ids, "loss_mask": ids % 2 == 1, "rollout_log_probs": -ids.astype(np.float32)}
+    for name in ("policy log_probs", "reference log_probs", "critic advantages"):
+        columns[name] = -ids.astype(np.float32)
     return DataProto(np.full(100, length), columns | {"weight_versions": ids})
 
 
