@@ -1,11 +1,14 @@
 """Read a step of a Ballast run that was recorded with run.record_samples.
 
-runs/NAME/samples/step-3.npz, config.yaml, metrics.jsonl --read_recorded_step--> Bundle
+samples/step-3.npz    samples, rewards                                         \\
+samples/update-3.npz  advantages, old and reference log-probs, mini-batches    --read_recorded_step--> Bundle
+config.yaml, metrics.jsonl    settings, loss, gradient norm                    /
 """
 
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -21,6 +24,12 @@ from workers.errors import DataError, clause
 
 CONFIG = "config.yaml"
 LARGEST_MODEL_FILE = 2**20
+UPDATE_COLUMNS = {
+    "old_logprobs": "tokens.old_log_probs",
+    "reference_logprobs": "tokens.reference_log_probs",
+    "advantages": "tokens.advantages",
+}
+"""Column of a bundle: its name in the file of an update."""
 MISSING = {
     "new_logprobs": "a run does not keep them",
     "template": "a run does not record its hash",
@@ -46,9 +55,21 @@ def read_recorded_step(path: Path, step: int) -> Bundle:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             offsets, tokens, rows = _read_columns(arrays, config)
+            in_update = _rows_of_update(arrays["trained"], rows["trained"])
+        update = run_folder.update_file(path, step)
+        replayed = 0
+        if update.is_file():
+            with np.load(update, allow_pickle=False) as arrays:
+                replayed = _add_update(arrays, in_update, offsets, tokens, rows)
     except (OSError, ValueError, KeyError, IndexError, TypeError, BadZipFile, zlib.error) as error:
         raise DataError(f"{file}: cannot be read: {clause(error)}. Record the samples again.") from None
     facts = _facts(path, step, config)
+    if replayed:
+        reason = f"it is also of {replayed} rows that were replayed from earlier steps"
+        facts = replace(facts, loss=(), missing=MISSING | {"loss": reason})
+    elif config.batch.epochs > 1:
+        reason = f"it is the mean over batch.epochs={config.batch.epochs}"
+        facts = replace(facts, loss=(), missing=MISSING | {"loss": reason})
     bundle = Bundle(facts, offsets, tokens, rows, f"{path}, step {step}")
     check_columns(str(file), bundle)
     return bundle
@@ -88,6 +109,37 @@ def _read_columns(
     if not counts.any():  # a branch has a prompt of its own
         rows["prompt_length"] = arrays["columns.prompt_tokens"]
     return np.concatenate([[0], np.cumsum(lengths)]), tokens, rows
+
+
+def _rows_of_update(chosen: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """Return the rows of the update, in its order. chosen: rows of the step, also those that it masks."""
+    return chosen[trained[chosen] > 0]
+
+
+def _add_update(
+    arrays: Mapping[str, np.ndarray],
+    in_update: np.ndarray,
+    offsets: np.ndarray,
+    tokens: dict[str, np.ndarray],
+    rows: dict[str, np.ndarray],
+) -> int:
+    """Add the columns of an update, whose rows are `in_update` and, after them, replayed ones, and count these."""
+    count = len(in_update)
+    lengths = arrays["length"]
+    places = [np.arange(offsets[row], offsets[row + 1]) for row in in_update]
+    places = np.concatenate(places) if places else np.empty(0, np.int64)
+    if not np.array_equal(lengths[:count], np.diff(offsets)[in_update]):
+        raise ValueError("its rows are not those of the step's samples")
+    rows["mini_batch"] = np.zeros(len(offsets) - 1, np.int64)
+    rows["mini_batch"][in_update] = arrays["mini_batch"][:count]
+    for column, name in UPDATE_COLUMNS.items():
+        if name in arrays:
+            tokens[column] = np.zeros(offsets[-1], np.float32)
+            tokens[column][places] = arrays[name][: len(places)]
+    if "advantages" in arrays:
+        tokens["advantages"] = np.zeros(offsets[-1], np.float32)
+        tokens["advantages"][places] = np.repeat(arrays["advantages"][:count], lengths[:count])
+    return len(lengths) - count
 
 
 def _training_rows(branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
