@@ -4,7 +4,8 @@
         --training roles--> loss, gradient norm, next to the recorded ones
 
 Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change the layout. Nothing is written
-into the run's folder. Exit codes: see `controller.fit`.
+into the run's folder. With --output, the replay is recorded in a folder, for `ballast audit`. Exit codes: see
+`controller.fit`.
 """
 
 import argparse
@@ -88,13 +89,16 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     folder: Path = parsed.folder
     run_config = settings(folder, parsed.overrides, trust_run=parsed.trust_run)
     start = start_before(folder, parsed.step, run_config.run.resume)
-    config = replay_settings(run_config, start)
+    output: Path | None = parsed.output
+    if output is not None and output.exists():
+        raise ConfigError(f"--output={output}: it exists. Name a new folder.")
+    config = replay_settings(run_config, start, output)
     recorded = next((row for row in RunFolder(folder).metrics if row["step"] == parsed.step), {})
     check_layout(config)
     check_models(config)
     check_address(config)
     check_cluster(config)
-    return partial(run, config, folder, start, recorded)
+    return partial(run, config, folder, start, recorded, output)
 
 
 def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> Config:
@@ -149,39 +153,50 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
         )
 
 
-def replay_settings(config: Config, start: Start) -> Config:
-    """Return the replay's settings: load the checkpoint, without sampling, scoring, recording or saving."""
+def replay_settings(config: Config, start: Start, output: Path | None = None) -> Config:
+    """Return the replay's settings: load the checkpoint, without sampling, scoring or saving. output: folder
+    of a recorded replay.
+    """
     resume = str(start.checkpoint) if start.checkpoint else "never"
-    run = replace(config.run, record_samples=False, save_every=0, checkpoint_every=0)
+    run = replace(config.run, record_samples=output is not None, save_every=0, checkpoint_every=0)
     run = replace(run, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=RewardModelConfig())  # samples have their rewards
     return replace(config, run=run, reward=reward, tracking=TrackingConfig(tensorboard=False, timeline=False))
 
 
-def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:
+def run(
+    config: Config,
+    folder: Path,
+    start: Start,
+    recorded: Mapping[str, float | None],
+    output: Path | None = None,
+) -> None:
     from controller.observability.console import Console
 
     console = Console(verbose=True)
     if description := start.describe():
         console.log(description)
     with ray_session(config, console):
-        replayed = replay(config, folder, start.steps, console)
+        replayed = replay(config, folder, start.steps, console, output)
     print("\n".join(comparison(recorded, replayed)))
 
 
-def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console") -> dict[str, float]:
+def replay(
+    config: Config, folder: Path, steps: Iterable[int], console: "Console", output: Path | None = None
+) -> dict[str, float]:
     """Train a run's steps again on a connected Ray, from the state of run.resume, and return the last one's
     metrics.
 
-    folder: of the recorded run. The replay writes to a temporary one. Raises as `find_step`, `launch` and
-    `train_again`.
+    folder: of the recorded run. The replay writes to `output`, or to a temporary folder. Raises as
+    `find_step`, `launch` and `train_again`.
     """
     from controller.step import step_of
 
     make_step = step_of(find_step(config) if config.run.step else b"")
     cost_model = counted_costs(config)
     with tempfile.TemporaryDirectory(prefix="ballast-replay-") as written:
-        config = replace(config, run=replace(config.run, dir=written, name=f"{config.run.name}-replay"))
+        place = output or Path(written, f"{config.run.name}-replay")
+        config = replace(config, run=replace(config.run, dir=str(place.parent), name=place.name))
         roles = {"only": config.training_roles, "total_steps": config.total_optimizer_steps}
         with session(config, console, {}, **roles) as started:
             return train_again(open_recorded_run(config, started, folder, cost_model), steps, make_step)
@@ -240,12 +255,15 @@ def _shown(value: float | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m ballast replay",
-        usage="python -m ballast replay runs/NAME --step K [--trust-run] [key.sub=value ...]",
+        usage="python -m ballast replay runs/NAME --step K [--output FOLDER] [--trust-run] [key.sub=value ...]",
         description="Train a step of a run again, on the samples that it recorded (run.record_samples=true).",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="record the replay here, for `ballast audit`"
+    )
     parser.add_argument(
         "--trust-run",
         action="store_true",

@@ -8,17 +8,31 @@ import numpy as np
 import pytest
 import ray
 
+from balancing import CostModel
 from ballast.audit.__main__ import main
 from ballast.audit.ballast_run import read_recorded_step, recorded_steps
 from ballast.audit.checks import check_step
 from ballast.audit.finding import Finding, Verdict
-from controller.config import to_yaml
+from ballast.replay.__main__ import Start, open_recorded_run, replay_settings
+from controller.config import Config, to_yaml
+from controller.engines.engine_pool import EnginePool
 from controller.observability.run_folder import step_file, update_file
-from tests.ballast.replay.test___main__ import RECORDED, Store
+from controller.run import Run
+from tests.ballast.replay.test___main__ import RECORDED, LocalReplay, Store
 from tests.controller.stand_ins.roles import LocalRun
+from workers.config.roles import RolloutConfig
 from workers.errors import DataError
 
 NewRun = Callable[..., LocalRun]
+
+
+class RecordedReplay(LocalReplay):
+    """A replay that is recorded in its folder."""
+
+    def _run(self, config: Config) -> Run:
+        config = replay_settings(config, Start(None, range(1, 2)), self.folder)
+        session = self._session(config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0)))
+        return open_recorded_run(config, session, self.folder, CostModel(1.0, 0.0))
 
 
 @pytest.fixture
@@ -95,6 +109,28 @@ def test_an_advantage_that_was_changed_on_disk_is_found(
         causes[step["step"]] = {finding["name"]: finding["cause"] for finding in step["findings"]}
     assert causes[2]["advantages.estimator"] == "sign_flipped"
     assert causes[1]["advantages.estimator"] == ""
+
+
+def test_a_replay_equals_its_run_to_the_bit_and_parts_where_a_reward_was_changed(
+    recorded_run: NewRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run()
+    replayed = RecordedReplay(tmp_path / "replay", *RECORDED)
+    replayed.all_of(run)
+    replayed.close()
+    (replayed.folder / "config.yaml").write_text(to_yaml(run.config))
+    assert main([str(run.folder), str(replayed.folder)]) == 0
+    assert "advantages" in capsys.readouterr().out
+    path = step_file(replayed.folder, 2)
+    with np.load(path) as arrays:
+        changed = dict(arrays)
+    scores = json.loads(changed["scores"].tobytes())
+    scores[3]["reward"] += 1
+    changed["scores"] = np.frombuffer(json.dumps(scores).encode(), np.uint8)
+    np.savez(path, **changed)
+    assert main([str(run.folder), str(replayed.folder), "--json"]) == 1
+    (difference,) = json.loads(capsys.readouterr().out)["differences"]
+    assert (difference["step"], difference["stage"], difference["row"]) == (2, "rewards", 3)
 
 
 def test_broken_files_of_a_run_are_one_line(recorded_run: NewRun, capsys: pytest.CaptureFixture[str]) -> None:
