@@ -1,9 +1,9 @@
 """The pages of `ballast audit` in a terminal."""
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from ballast.audit.bundle import Bundle
@@ -26,7 +26,12 @@ def print_step(console: Console, label: str, bundle: Bundle, findings: Sequence[
         title += f", written by {bundle.facts.writer}"
     console.print(Text(without_control(title), style="bold"))
     for finding in findings:
-        _print_finding(console, finding)
+        if finding.verdict is Verdict.PASSED:
+            _print_finding(console, finding)
+    _print_unknown(console, findings)
+    for finding in findings:
+        if finding.verdict is Verdict.FAILED:
+            _print_finding(console, finding)
     if bundle.unread_columns:
         console.print(f"no check reads: {', '.join(bundle.unread_columns)}")
     counts = [f"{_count(findings, verdict)} {verdict.value}" for verdict in Verdict]
@@ -40,14 +45,23 @@ def _count(findings: Sequence[Finding], verdict: Verdict) -> int:
 def _print_finding(console: Console, finding: Finding) -> None:
     mark, style = MARKS[finding.verdict]
     console.print(Text.assemble((f"{mark:<{INDENT}}", style), finding.name))
-    if finding.verdict is Verdict.UNKNOWN:
-        _print_below(console, f"{finding.checked}; missing: {finding.missing}")
-        return
     _print_below(console, _describe(finding))
     if finding.verdict is Verdict.FAILED:
         _print_below(console, f"{finding.text}. {finding.advice}")
         if finding.rows:
             _print_below(console, f"rows {_list_rows(finding)}")
+
+
+def _print_unknown(console: Console, findings: Sequence[Finding]) -> None:
+    """Print what is missing, and the checks that need it."""
+    mark, style = MARKS[Verdict.UNKNOWN]
+    names: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.verdict is Verdict.UNKNOWN:
+            names.setdefault(finding.missing, []).append(finding.name)
+    for missing, checks in names.items():
+        console.print(Text.assemble((f"{mark:<{INDENT}}", style), without_control(f"without {missing}")))
+        _print_below(console, ", ".join(checks))
 
 
 def _describe(finding: Finding) -> str:
@@ -66,7 +80,8 @@ def _list_rows(finding: Finding) -> str:
 
 
 def _print_below(console: Console, text: str) -> None:
-    console.print(Padding(Text(without_control(text)), (0, 0, 0, INDENT), expand=False))
+    for line in textwrap.wrap(without_control(text), console.width - INDENT):
+        console.print(Text(" " * INDENT + line))
 
 
 def print_parting(console: Console, parting: Parting) -> None:
