@@ -1,11 +1,11 @@
 """Checks of a step without a model. Each is a pure function of a bundle that returns a Finding.
 
-layout       ids, masks, ends, weight versions
-log_probs    finite, not positive, not constant, in one scale, at their own tokens
-ratios       1 at equal weights, moving once weights have moved
-advantages   follow from rewards by the named estimator
-loss         follows from ratios, advantages, bounds, masks, denominators
-selection    groups, duplicates, what vanished or was dropped
+layout: ids, masks, ends and weight versions fit together.
+log_probs: finite, not positive, not constant, in one scale, at their own tokens.
+ratios: 1 at equal weights, moving once weights have moved.
+advantages: they follow from rewards by the named estimator.
+loss: it follows from ratios, advantages, bounds, masks and denominators.
+selection: groups are whole, and nothing vanishes.
 """
 
 from collections.abc import Callable
