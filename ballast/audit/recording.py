@@ -1,6 +1,6 @@
 """Write a bundle from lists or arrays of any trainer.
 
-rows of token ids, log-probs, rewards, settings --record--> runs/audit/step-12/
+rows of token ids, log-probs, rewards, settings --make_bundle--> a bundle --record--> runs/audit/step-12/
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,15 @@ from ballast.audit.bundle_files import write_bundle
 from workers.errors import DataError
 
 
-def record(
-    folder: str | Path,
+def record(folder: str | Path, **step: Any) -> Path:
+    """Write a step as a bundle, `folder`, and return its path. The arguments are those of `make_bundle`.
+
+    Raises DataError for what does not fit together, OutputError if it cannot be written.
+    """
+    return write_bundle(folder, make_bundle(**step))
+
+
+def make_bundle(
     *,
     step: int,
     token_ids: Sequence[Any],
@@ -43,12 +50,12 @@ def record(
     writer: str = "",
     missing: Mapping[str, str] | None = None,
     **columns: Any,
-) -> Path:
-    """Write a step as a bundle, `folder`, and return its path. docs/audit.md describes every argument.
+) -> Bundle:
+    """Return a step as a bundle in memory. docs/audit.md describes every argument.
 
     token_ids, loss_mask and other token columns: a list with the tokens of each row. Row columns: a number
     for each row. `advantages` may have a number for each row, which stands for all of its tokens. None
-    means missing. Raises DataError for what does not fit together, OutputError if it cannot be written.
+    means missing. Raises DataError for what does not fit together.
     """
     lengths = [len(row) for row in token_ids]
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
@@ -84,7 +91,7 @@ def record(
         writer=writer,
         missing=dict(missing or {}),
     )
-    return write_bundle(folder, Bundle(facts, offsets, tokens, rows))
+    return Bundle(facts, offsets, tokens, rows)
 
 
 def read_algorithm(settings: Mapping[str, Any]) -> Algorithm:
