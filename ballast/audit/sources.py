@@ -1,4 +1,4 @@
-"""Find the steps at a path: a bundle, a folder of bundles, the run of a trainer.
+"""Find the steps at a path: a bundle, a folder of bundles, the run of a trainer, dumps of other systems.
 
 path --the first of READERS that knows it--> a Source for each step, in order
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from ballast.audit.ballast_run import is_ballast_run, read_recorded_step, recorded_steps
 from ballast.audit.bundle import Bundle
 from ballast.audit.bundle_files import bundles_of, read_bundle, read_step_number
+from ballast.audit.readers import dump_steps, read_dump, step_number
 from workers.errors import DataError
 
 
@@ -39,7 +40,11 @@ def _ballast_run(path: Path) -> list[Source]:
     return [Source(str(path), step, partial(read_recorded_step, path, step)) for step in steps]
 
 
-READERS: list[Callable[[Path], list[Source]]] = [_bundles, _ballast_run]
+def _dumps(path: Path) -> list[Source]:
+    return [Source(str(step), step_number(step), partial(read_dump, step)) for step in dump_steps(path)]
+
+
+READERS: list[Callable[[Path], list[Source]]] = [_bundles, _ballast_run, _dumps]
 """Each returns nothing for a path that it does not know."""
 
 

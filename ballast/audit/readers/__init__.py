@@ -10,6 +10,7 @@ nemo_rl       train data, JSONL
 atif          trajectories of Harbor's agents, JSON
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,30 @@ from ballast.audit.bundle import Bundle
 from ballast.audit.readers import atif, json_lines, nemo_rl, prime_rl, slime, verifiers, verl
 from workers.errors import DataError
 
+SUFFIXES = (".jsonl", ".pt", ".json")
+TRAJECTORY = "trajectory.json"
 JSONL_READERS = (verl, nemo_rl, prime_rl, verifiers)
 KNOWN = (
     "verl's and NeMo-RL's JSONL, prime-rl's token exports, verifiers' traces, "
     "debug data of slime and miles (.pt), ATIF trajectories (.json)"
 )
+
+
+def dump_steps(path: Path) -> list[Path]:
+    """Return the dumps at a path by step: a file or a folder for each. Nothing for a path without any."""
+    if path.is_file():
+        return [path] if path.suffix in SUFFIXES else []
+    if any(path.glob("rank_*.jsonl")) or any(path.glob(f"**/{TRAJECTORY}")):
+        return [path]
+    folders = {file.parent for file in path.glob("step_*/rank_*.jsonl")}
+    files = {file for suffix in (".jsonl", ".pt") for file in path.glob(f"*{suffix}")}
+    return sorted(folders or files, key=lambda step: (step_number(step), step.name))
+
+
+def step_number(path: Path) -> int:
+    """Return the number in a dump's name, 0 if it has none."""
+    digits = re.findall(r"\d{1,18}", path.stem)
+    return int(digits[0]) if digits else 0
 
 
 def read_dump(path: str | Path) -> Bundle:
@@ -45,7 +65,7 @@ def _read_folder(folder: Path) -> Bundle:
     ranks = sorted(folder.glob("rank_*.jsonl"))
     if ranks:
         return _read_json_lines(ranks)
-    trajectories = sorted(folder.glob("**/trajectory.json"))
+    trajectories = sorted(folder.glob(f"**/{TRAJECTORY}"))
     if trajectories:
         return atif.read(trajectories)
     raise DataError(f"{folder}: it has neither a bundle nor a step of a known dump. Known are {KNOWN}.")
@@ -65,4 +85,4 @@ def _first_record(path: Path) -> dict[str, Any]:
     raise DataError(f"{path}: it is empty. Name a dump with samples.")
 
 
-__all__ = ["read_dump"]
+__all__ = ["dump_steps", "read_dump", "step_number"]

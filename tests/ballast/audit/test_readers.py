@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ballast.audit import Bundle
+from ballast.audit.__main__ import main
 from ballast.audit.readers import read_dump
 from workers.errors import DataError
 
@@ -310,6 +311,30 @@ def test_a_dump_names_what_its_format_lacks(name: str, tmp_path: Path) -> None:
     reasons = bundle.missing
     for column in needed - columns:
         assert reasons[column] != "not given"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_command_audits_a_clean_dump(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, _ = FORMATS[name]
+    assert main([str(write(tmp_path)), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    verdicts = {
+        finding["name"]: finding["verdict"] for step in report["steps"] for finding in step["findings"]
+    }
+    assert verdicts["layout.ids"] == "passed"
+    assert verdicts["loss.value"] == "unknown"
+
+
+def test_the_command_audits_a_folder_of_dumps_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_verl(tmp_path).read_text()
+    for step in (2, 10):
+        (tmp_path / f"{step}.jsonl").write_text(text.replace('"step": 12', f'"step": {step}'))
+    main([str(tmp_path), "--json"])
+    assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == [2, 10, 12]
 
 
 def test_a_removed_sample_is_not_trained(tmp_path: Path) -> None:
