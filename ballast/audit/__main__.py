@@ -30,9 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = [_select(path, steps_at(path), options.step) for path in options.paths]
         if len(steps) > 2:
             raise ConfigError("give one path to check, or two to compare.")
+        if len(steps) == 2 and options.model:
+            raise ConfigError("--model: it checks one path. Leave it out to compare two.")
         if len(steps) == 2:
             return _compare(steps[0], steps[1], as_json=options.json)
-        return _check(steps[0], as_json=options.json)
+        return _check(steps[0], options.model, as_json=options.json)
     except (ConfigError, DataError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -50,6 +52,13 @@ def _parser() -> OneLineParser:
         "paths", nargs="+", type=Path, metavar="PATH", help="a bundle, a folder of bundles, or runs/NAME"
     )
     parser.add_argument("--step", type=int, metavar="N", help="this step alone (all)")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="compute log-probs again with this model; further ones are checkpoints of other steps",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -64,13 +73,20 @@ def _select(path: Path, steps: list[Source], number: int | None) -> list[Source]
     return chosen
 
 
-def _check(steps: Sequence[Source], *, as_json: bool) -> int:
+def _check(steps: Sequence[Source], models: Sequence[str], *, as_json: bool) -> int:
     console = _console()
     records = []
     is_wrong = False
     for step in steps:
         bundle = step.load()
         findings = check_step(bundle)
+        if models:
+            from transformers.utils import logging
+
+            from ballast.audit.model_checks import check_with_models  # torch and transformers
+
+            logging.disable_progress_bar()
+            findings += check_with_models(bundle, models)
         is_wrong |= any(finding.verdict is Verdict.FAILED for finding in findings)
         if as_json:
             records.append(_record(step.label, bundle, [finding.record for finding in findings]))
