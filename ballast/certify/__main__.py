@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ballast.certify.behaviour_checks import check_behaviour
 from ballast.certify.certificate import Certificate
+from ballast.certify.data_checks import check_data
 from ballast.certify.reward_checks import check_reward
 from ballast.certify.subject import Subject, make_config, read_subject
 from controller.preflight.arguments import OneLineParser, writing
@@ -20,7 +21,7 @@ from workers.errors import BallastError, ConfigError, one_line
 Check = Callable[[Subject, Certificate], None]
 
 TIMES = {"quick": "about a minute", "default": "about ten minutes", "train": "about half an hour"}
-QUICK: dict[str, Check] = {"reward": check_reward, "behaviour": check_behaviour}
+QUICK: dict[str, Check] = {"data": check_data, "reward": check_reward, "behaviour": check_behaviour}
 """Checks of all levels, in the order of the page. Each adds to the certificate what it saw."""
 DEFAULT: dict[str, Check] = {}
 TRAIN: dict[str, Check] = {}

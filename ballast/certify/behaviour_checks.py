@@ -27,8 +27,12 @@ from workers.batch.score import Score
 from workers.errors import quote
 from workers.user_code.rewards import Call
 
-COMPARED = 64  # calls, which are scored seven times
+COMPARED = 64  # calls, at most, which are scored COMPARISONS times
+COMPARISONS = 8
+COMPARE_SECONDS = 15.0
+TIMED = 4  # calls, by whose time the number of others is chosen
 LEAK_CALLS = 500
+FEWEST_LEAK_CALLS = 15
 WARM_CALLS = 100  # of these, before the first measurement
 LEAK_SECONDS = 12.0
 MOST_LEAKED = 0.2  # files, sockets or processes a call
@@ -36,8 +40,8 @@ MOST_BYTES = 20_000  # of memory a call
 MOST_BLOCKS = 0.5  # of Python's allocator a call
 SLOW_SECONDS = 1.0
 SHOWN_TIMES = (50, 90, 99, 100)
-MOMENTS = (1_700_000_000.0, 1_703_926_847.0)
-"""Two moments that differ in second, minute, hour, weekday, day, month and parity."""
+MOMENTS = (1_700_000_000.0, 1_734_253_247.0)
+"""Every part from year to second is odd in one and even in the other."""
 Scores = Mapping[int, Score]
 
 
@@ -46,12 +50,12 @@ def check_behaviour(subject: Subject, certificate: Certificate) -> None:
     if not subject.functions:
         certificate.skip("reward behaviour", "the configuration names no reward function")
         return
-    calls = _calls(subject)
+    calls = _affordable(subject, _calls(subject))
     place = ", ".join(subject.config.reward.weights)
     scores, seconds, addresses = _score_twice(subject, calls, certificate, place)
     if scores is not None:
         certificate.add(*_network(subject, calls, scores, addresses, place))
-    _check_times(certificate, seconds, place)
+    check_times(certificate, seconds, place)
     _check_leaks(subject, certificate, calls, max(float(np.mean(seconds or [0.0])), 1e-6), place)
 
 
@@ -65,6 +69,18 @@ def _calls(subject: Subject) -> list[Call]:
         rewards.stop()
         policies = [*answer_policies(drawn, form)[:3], *policies]
     return [_call(subject, number, drawn, policies) for number in range(COMPARED)]
+
+
+def _affordable(subject: Subject, calls: Sequence[Call]) -> Sequence[Call]:
+    """Return as many calls as fit COMPARE_SECONDS, by the time of the first."""
+    rewards = open_rewards(subject)
+    rewards.run(calls[:1])  # imports
+    rewards.measure()
+    rewards.run(calls[:TIMED])
+    holdings = rewards.measure()
+    rewards.stop()
+    mean = float(np.mean(holdings.seconds)) if holdings and holdings.seconds else 1.0
+    return calls[: int(max(TIMED, COMPARE_SECONDS / (COMPARISONS * max(mean, 1e-6))))]
 
 
 def _call(subject: Subject, number: int, drawn: Sequence[Drawn], policies: Sequence[Policy]) -> Call:
@@ -204,7 +220,8 @@ def _network(
     ]
 
 
-def _check_times(certificate: Certificate, seconds: Sequence[float], place: str) -> None:
+def check_times(certificate: Certificate, seconds: Sequence[float], place: str) -> None:
+    """Tabulate the times of calls by percentile, and name slow ones."""
     if not seconds:
         return
     milliseconds = {
@@ -228,7 +245,7 @@ def _check_leaks(
     subject: Subject, certificate: Certificate, calls: Sequence[Call], seconds: float, place: str
 ) -> None:
     """Repeat calls in one process, and compare what it holds after a first part, half and all of them."""
-    count = int(min(LEAK_CALLS, max(LEAK_SECONDS / seconds, 60)))
+    count = int(min(LEAK_CALLS, max(LEAK_SECONDS / seconds, FEWEST_LEAK_CALLS)))
     warm = count * WARM_CALLS // LEAK_CALLS
     half = (count - warm) // 2
     rewards = open_rewards(subject)

@@ -23,6 +23,7 @@ from workers.errors import quote
 
 NEAR = 0.9  # of the distance from the least policy to the oracle: a hack
 SHARE_PAID = 0.95  # of the oracle's answers, below which some are named
+SAME = 0.01  # of the rewards' range: what rounding or a length penalty may differ by
 LARGE = 100.0
 FAILURES = (
     ("took more than", "reward.hangs", "takes longer than its time limit"),
@@ -85,7 +86,7 @@ def _judge_panel(subject: Subject, panel: Sequence[Paid], drawn: Sequence[Drawn]
     blind = [result for result in panel if not result.policy.knows and result.rewards]
     lowest = min(result.mean for result in blind)
     best = max(blind, key=lambda result: result.mean)
-    if oracle.mean <= lowest or max(oracle.rewards) <= lowest:
+    if _is_unpaid(oracle, blind, lowest, max(rewards) - min(rewards)):
         return [*findings, _oracle_unpaid(subject, oracle, best, place)]
     if best.mean > oracle.mean:
         findings.append(_oracle_loses(oracle, best, place, form))
@@ -96,6 +97,14 @@ def _judge_panel(subject: Subject, panel: Sequence[Paid], drawn: Sequence[Drawn]
     findings += _unpaid_answers(subject, oracle, drawn, (lowest + max(oracle.rewards)) / 2)
     findings += _notations(panel, oracle, lowest, place)
     return findings
+
+
+def _is_unpaid(oracle: Paid, blind: Sequence[Paid], lowest: float, spread: float) -> bool:
+    """Whether the records' own answers earn no more than nothing, and no more than other records' answers."""
+    means = {result.policy.name: result.mean for result in blind}
+    other = means.get("oracle of another record", lowest)
+    worth = oracle.mean - other
+    return oracle.mean <= lowest or (oracle.mean <= means["empty"] and worth <= SAME * spread)
 
 
 def _range(rewards: Sequence[float], place: str) -> list[Finding]:
