@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ballast.certify.certificate import Certificate
-from ballast.certify.duplicates import duplicates, near_duplicates, normal
+from ballast.certify.duplicates import FEWEST_PAIRS, duplicates, near_duplicates, normal, telling_pairs
 from ballast.certify.findings import Finding, Level
 from ballast.certify.oracle import text_of
 from ballast.certify.panel import prompt_text
@@ -19,6 +19,7 @@ from ballast.certify.subject import Subject
 from controller.data.prompts import is_too_long
 from controller.data.records import Record
 from workers.errors import quote
+from workers.user_code.task_sources import package_of
 
 FEW = 0.01  # of the records, up to which repeated prompts are a note
 CUT_ENDS = re.compile(
@@ -26,11 +27,13 @@ CUT_ENDS = re.compile(
 )
 SENTENCE_END = re.compile(r"[.?!:;)\]}>\"'`$|*=%。？！：）]\s*$")
 USUAL = 0.98  # of the prompts end with a sentence: the others are cut
+OFTEN = 4  # times as often as other prompts of its length
 FEWEST = 30  # prompts for a statement about their ends
 NAMED_ANSWER = (
     r"(?:answer|solution|hint|ground[ _]truth|result|expected|label|target)\W{0,4}(?:\s*is\W{0,3})?\s*"
 )
 MARKS = (NAMED_ANSWER, r"####\s*", r"\\boxed\{\s*", r"<answer>\s*")
+LONG_WORD = re.compile(r"[^\W\d_]{3,}")
 LONG_ANSWER = 25  # characters of an answer that stands in a prompt by no chance
 
 
@@ -54,7 +57,7 @@ def check_data(subject: Subject, certificate: Certificate) -> None:
         lambda: _repeated(train),
         lambda: _overlap(rows),
         lambda: _near(rows),
-        lambda: _cut(subject, rows),
+        lambda: _cut(rows),
         lambda: _overlong(subject, rows),
         lambda: _answers_inside(rows),
         lambda: _missing_answers(subject, rows),
@@ -113,7 +116,8 @@ def _refused(subject: Subject) -> list[Finding]:
 
 
 def _repeated(train: Sequence[Row]) -> list[Finding]:
-    repeated = duplicates([_identity(row) for row in train])
+    identities = [_identity(row) for row in train]
+    repeated = duplicates(identities)
     if not repeated:
         return []
     findings = []
@@ -127,7 +131,7 @@ def _repeated(train: Sequence[Row]) -> list[Finding]:
     findings.append(
         Finding(
             "data.duplicates",
-            Level.LIKELY if share > FEW else Level.NOTE,
+            Level.LIKELY if share > FEW and _are_copies(train, identities, repeated) else Level.NOTE,
             f"{len(repeated):,} of {len(train):,} training prompts repeat an earlier one.",
             _places([train[place] for place in repeated]),
             "Remove them, unless they should weigh more.",
@@ -147,6 +151,31 @@ def _repeated(train: Sequence[Row]) -> list[Finding]:
             )
         )
     return findings
+
+
+def _are_copies(train: Sequence[Row], identities: Sequence[Hashable], repeated: dict[int, int]) -> bool:
+    """Whether prompts repeat by copying. Draws from a small space of short tasks repeat by chance."""
+    offsets = Counter(place - first for place, first in repeated.items())
+    if max(offsets.values()) >= max(3, len(repeated) / 2):
+        return True  # a block of records
+    first = list({identity: place for place, identity in reversed(list(enumerate(identities)))}.values())
+    pairs, _ = telling_pairs([train[place].text for place in first])
+    told = dict(zip((identities[place] for place in first), map(len, pairs), strict=True))
+    rich = sum(told[identities[place]] >= FEWEST_PAIRS for place in repeated)
+    return rich > FEW * len(train) or _is_repeated_often(train, identities)
+
+
+def _is_repeated_often(train: Sequence[Row], identities: Sequence[Hashable]) -> bool:
+    """Whether a prompt comes much more often than others of its length."""
+    counts = Counter(identities)
+    lengths = Counter(len(row.text) for row in train)
+    distinct = dict(zip(identities, train, strict=True)).values()
+    different = Counter(len(row.text) for row in distinct)
+    for row, identity in zip(train, identities, strict=True):
+        usual = lengths[len(row.text)] / different[len(row.text)]
+        if counts[identity] > OFTEN * usual and counts[identity] > OFTEN:
+            return True
+    return False
 
 
 def _overlap(rows: Sequence[Row]) -> list[Finding]:
@@ -202,7 +231,7 @@ def _near(rows: Sequence[Row]) -> list[Finding]:
     return findings
 
 
-def _cut(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
+def _cut(rows: Sequence[Row]) -> list[Finding]:
     """Find prompts that were cut before they came here."""
     texts = [row.text.rstrip() for row in rows]
     marked = [row for row in rows if CUT_ENDS.search(row.text)]
@@ -211,6 +240,8 @@ def _cut(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
     typical = sorted(map(len, texts))[len(texts) // 2]
     piled = lengths[longest] >= max(3, FEW * len(rows)) and longest > 2 * typical
     full = [row for row, text in zip(rows, texts, strict=True) if piled and len(text) == longest]
+    if sum(not SENTENCE_END.search(row.text) for row in full) <= len(full) / 2:
+        full = []  # the longest of a generator
     open_ends = [row for row in rows if not SENTENCE_END.search(row.text)]
     is_unusual = len(rows) >= FEWEST and 0 < len(open_ends) <= (1 - USUAL) * len(rows)
     findings = []
@@ -277,7 +308,7 @@ def _names(text: str, answer: str) -> bool:
     answer = answer.strip()
     if not answer or answer not in text:
         return False
-    if len(answer) >= LONG_ANSWER and answer.count(" ") >= 3:
+    if len(answer) >= LONG_ANSWER and len(LONG_WORD.findall(answer)) >= 4:
         return True
     end = r"(?![\w.]*\w)"
     return any(re.search(mark + re.escape(answer) + end, text, re.IGNORECASE) for mark in MARKS)
@@ -286,7 +317,8 @@ def _names(text: str, answer: str) -> bool:
 def _missing_answers(subject: Subject, rows: Sequence[Row]) -> list[Finding]:
     if not subject.answer_key:
         return []
-    missing = [row for row in rows if row.answer is None or not row.answer.strip()]
+    generated = any(map(package_of, subject.train))  # whose answer may be an empty text
+    missing = [row for row in rows if row.answer is None or not (generated or row.answer.strip())]
     if not missing or len(missing) == len(rows):
         return []
     return [

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
+Pair = tuple[str, str]
 LAYOUT = re.compile(r"[\s'\"`’‘“”!?;:,]+|\.(?!\d)")
 WORD = re.compile(r"\w+", re.UNICODE)
 NEAR = 0.7  # of the pairs of words of both prompts: one word changes two pairs
@@ -33,18 +34,22 @@ def duplicates(keys: Sequence[Hashable]) -> dict[int, int]:
     return repeated
 
 
+def telling_pairs(texts: Sequence[str]) -> tuple[list[set[Pair]], Counter[Pair]]:
+    """Return the pairs of words that tell each text from others, and the number of texts with each pair."""
+    pairs = [set(pairwise(WORD.findall(text.casefold()))) for text in texts]
+    counts = Counter(pair for row in pairs for pair in row)
+    most = max(2, COMMON * len(texts))
+    return [{pair for pair in row if counts[pair] <= most} for row in pairs], counts
+
+
 def near_duplicates(texts: Sequence[str], answers: Sequence[Hashable]) -> dict[int, int]:
     """Return the places of texts that repeat an earlier one in almost the same words, with its place.
 
     Only texts with the same numbers and answer count: others are tasks of one template.
     """
-    words = [WORD.findall(text.casefold()) for text in texts]
-    pairs = [set(pairwise(row)) for row in words]
-    counts = Counter(pair for row in pairs for pair in row)
-    most = max(2, COMMON * len(texts))
-    telling = [{pair for pair in row if counts[pair] <= most} for row in pairs]
+    telling, counts = telling_pairs(texts)
     numbers = [tuple(re.findall(r"\d+", text)) for text in texts]
-    postings: dict[tuple[str, str], list[int]] = defaultdict(list)
+    postings: dict[Pair, list[int]] = defaultdict(list)
     repeated = {}
     for place, row in enumerate(telling):
         if len(row) < FEWEST_PAIRS:

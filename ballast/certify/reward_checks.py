@@ -72,7 +72,7 @@ def _judge_panel(subject: Subject, panel: Sequence[Paid], drawn: Sequence[Drawn]
         return [
             Finding(
                 "reward.constant",
-                Level.CERTAIN,
+                Level.CERTAIN if rewards[0] or form else Level.NOTE,  # without answers, all may be wrong
                 f"The reward is {rewards[0]:g} for every response.",
                 place,
                 "Let it depend on the response. Equal rewards in a group teach nothing.",
