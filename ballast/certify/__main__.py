@@ -13,8 +13,10 @@ from pathlib import Path
 from ballast.certify.behaviour_checks import check_behaviour
 from ballast.certify.certificate import Certificate
 from ballast.certify.data_checks import check_data
+from ballast.certify.page import page_lines
 from ballast.certify.reward_checks import check_reward
 from ballast.certify.subject import Subject, make_config, read_subject
+from controller.observability.certificates import FILE, certificate_file
 from controller.preflight.arguments import OneLineParser, writing
 from workers.errors import BallastError, ConfigError, one_line
 
@@ -50,16 +52,17 @@ def _certify(request: argparse.Namespace) -> int:
     name = str(path or request.environment or request.reward)
     if not request.json:
         print(f"certify {name}: level {level}, {TIMES[level]}", flush=True)
-    certificate = Certificate(name, level)
+    certificate = Certificate(name, level, list(config.data.weights))
     subject = read_subject(config, name, request.answer_key)
     for check_name, check in checks_of(level).items():
         start = time.monotonic()
         check(subject, certificate)
         certificate.seconds[check_name] = time.monotonic() - start
     text = json.dumps(certificate.to_json(), indent=1)
-    with writing("--output", request.output):
-        request.output.write_text(text + "\n")
-    print(text)
+    output = request.output or certificate_file(config.data.weights) or Path(FILE)
+    with writing("--output", output):
+        output.write_text(text + "\n")
+    print(text if request.json else "\n".join([*page_lines(certificate), "", f"written: {output}"]))
     return 1 if certificate.is_certain else 0
 
 
@@ -89,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--answer-key", default="", metavar="COLUMN", help="column with the records' answers")
     parser.add_argument("--model", default="", metavar="PATH", help="a small policy that samples")
     parser.add_argument("--write", action="store_true", help="write a difficulty column next to the data")
-    parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="FILE")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the certificate")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
     return parser
 

@@ -1,5 +1,6 @@
 """The certificate: findings, what was checked, and tables, as a page of a terminal and as JSON."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from ballast.certify.findings import Coverage, Finding, Level
 
 @dataclass
 class Certificate:
-    """subject: what was certified. level: quick, default or train.
+    """subject: what was certified. level: quick, default or train. data: its training files.
 
     tables: numbers of a check by its name, such as rewards of the panel, with a row a mapping.
     skipped: a check, and why it did not run.
@@ -17,6 +18,7 @@ class Certificate:
 
     subject: str
     level: str
+    data: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     coverage: list[Coverage] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -34,6 +36,11 @@ class Certificate:
 
     def skip(self, check: str, reason: str) -> None:
         self.skipped[check] = reason
+
+    @property
+    def counts(self) -> Counter[Level]:
+        """Return the number of findings of each level."""
+        return Counter(finding.level for finding in self.findings)
 
     @property
     def is_certain(self) -> bool:

@@ -96,7 +96,7 @@ def make_config(
     if data:
         settings.append(f"data.train={data}")
     config = load(path, [*settings, *overrides])
-    if not config.data.weights:
+    if not (config.data.train or config.data.sources):
         raise ConfigError("data.train='': names no data. Give --data FILE, or set it.")
     return config
 

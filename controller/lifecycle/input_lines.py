@@ -10,6 +10,7 @@ from controller.lifecycle.judge_inputs import question
 from controller.lifecycle.template_report import short_lines
 from controller.lifecycle.tokenized_inputs import Inputs
 from controller.lifecycle.user_functions import Records
+from controller.observability.certificates import read_certificate
 from controller.observability.shown_text import redact, shorten
 from workers.batch.score import Score
 from workers.config.roles import HTTP
@@ -56,7 +57,14 @@ def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
         *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried_inputs.functions),
         *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried_inputs.sampled else []),
         *(f"warning: {line}" for line in tried_inputs.answer_warnings),
+        *certificate_lines(config),
     ]
+
+
+def certificate_lines(config: Config) -> list[str]:
+    """Return the summary of the certificate beside the data, if there is one."""
+    certificate = read_certificate(config.data.weights)
+    return [certificate.line] if certificate else []
 
 
 def _epoch_lines(config: Config, train: Records) -> list[str]:

@@ -30,6 +30,7 @@ from balancing.analysis.statistics import ideal_time, predicted_grids
 from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
 from controller.config.training import count_noun
+from controller.observability.certificates import read_certificate
 from controller.observability.failures import cause_of
 from controller.observability.health import warnings
 from controller.observability.metric_table import spec_of
@@ -142,7 +143,7 @@ def write_report(folder: Path) -> Path:
         cards=_cards(run, config),
         warnings=[*warnings(run.metrics, samples=config.samples), *failure_lines(run)],
         sections=_sections(run, config),
-        tables=[table for table in _tables(run) if table.rows],
+        tables=[table for table in (*_tables(run), *certificate_table(config)) if table.rows],
         sessions=_sessions(run),
         command="`--settings` behind the command explains every key",
         config=redact((folder / "config.yaml").read_text(encoding="utf-8")),
@@ -395,6 +396,17 @@ def _tables(run: RunFolder) -> list[Table]:
         Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"), run.path)),
         _by_reward(run),
     ]
+
+
+def certificate_table(config: TrainingConfig) -> list[Table]:
+    """Show what `ballast certify` said about the data and their reward."""
+    certificate = read_certificate(config.data.weights) if isinstance(config, Config) else None
+    if certificate is None:
+        return []
+    columns = dict.fromkeys(("level", "name", "problem", "place", "advice"), "")
+    rows = [{name: redact(row.get(name, "")) for name in columns} for row in certificate.findings]
+    rows = rows or [dict.fromkeys(columns, "") | {"problem": "nothing found"}]
+    return [Table("Certificate", redact(certificate.line), columns, rows)]
 
 
 def _by_reward(run: RunFolder) -> Table:
