@@ -14,6 +14,7 @@ from ballast.certify.behaviour_checks import check_behaviour
 from ballast.certify.certificate import Certificate
 from ballast.certify.data_checks import check_data
 from ballast.certify.page import page_lines
+from ballast.certify.prompt_checks import check_prompts
 from ballast.certify.reward_checks import check_reward
 from ballast.certify.subject import Subject, make_config, read_subject
 from controller.observability.certificates import FILE, certificate_file
@@ -23,7 +24,12 @@ from workers.errors import BallastError, ConfigError, one_line
 Check = Callable[[Subject, Certificate], None]
 
 TIMES = {"quick": "about a minute", "default": "about ten minutes", "train": "about half an hour"}
-QUICK: dict[str, Check] = {"data": check_data, "reward": check_reward, "behaviour": check_behaviour}
+QUICK: dict[str, Check] = {
+    "data": check_data,
+    "prompts": check_prompts,
+    "reward": check_reward,
+    "behaviour": check_behaviour,
+}
 """Checks of all levels, in the order of the page. Each adds to the certificate what it saw."""
 DEFAULT: dict[str, Check] = {}
 TRAIN: dict[str, Check] = {}

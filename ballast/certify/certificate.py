@@ -13,7 +13,7 @@ class Certificate:
     """subject: what was certified. level: quick, default or train. data: its training files.
 
     tables: numbers of a check by its name, such as rewards of the panel, with a row a mapping.
-    skipped: a check, and why it did not run.
+    skipped: a check, and why it did not run. first_prompt: as the model reads it.
     """
 
     subject: str
@@ -24,6 +24,7 @@ class Certificate:
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    first_prompt: str = ""
 
     def add(self, *findings: Finding) -> None:
         self.findings.extend(findings)

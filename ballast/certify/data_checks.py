@@ -28,6 +28,7 @@ CUT_ENDS = re.compile(
 SENTENCE_END = re.compile(r"[.?!:;)\]}>\"'`$|*=%。？！：）]\s*$")
 USUAL = 0.98  # of the prompts end with a sentence: the others are cut
 OFTEN = 4  # times as often as other prompts of its length
+FEWEST_OFTEN = 8  # times, which tasks of two digits reach by chance
 FEWEST = 30  # prompts for a statement about their ends
 NAMED_ANSWER = (
     r"(?:answer|solution|hint|ground[ _]truth|result|expected|label|target)\W{0,4}(?:\s*is\W{0,3})?\s*"
@@ -162,7 +163,7 @@ def _are_copies(train: Sequence[Row], identities: Sequence[Hashable], repeated: 
     pairs, _ = telling_pairs([train[place].text for place in first])
     told = dict(zip((identities[place] for place in first), map(len, pairs), strict=True))
     rich = sum(told[identities[place]] >= FEWEST_PAIRS for place in repeated)
-    return rich > FEW * len(train) or _is_repeated_often(train, identities)
+    return rich > max(1, FEW * len(train)) or _is_repeated_often(train, identities)
 
 
 def _is_repeated_often(train: Sequence[Row], identities: Sequence[Hashable]) -> bool:
@@ -173,7 +174,7 @@ def _is_repeated_often(train: Sequence[Row], identities: Sequence[Hashable]) -> 
     different = Counter(len(row.text) for row in distinct)
     for row, identity in zip(train, identities, strict=True):
         usual = lengths[len(row.text)] / different[len(row.text)]
-        if counts[identity] > OFTEN * usual and counts[identity] > OFTEN:
+        if counts[identity] > max(OFTEN * usual, FEWEST_OFTEN):
             return True
     return False
 

@@ -14,6 +14,7 @@ from workers.errors import without_control
 
 WIDTH = 80
 LABEL = 8  # columns of a label before a finding's text
+PROMPT_LINES = 8
 LONGEST = 240  # characters of evidence on the page: the file has all
 
 
@@ -34,6 +35,8 @@ def page_lines(certificate: Certificate) -> list[str]:
         lines += _wrap(f"{note.name}: {note.problem}", "  ")
     for name, rows in certificate.tables.items():
         lines += ["", name.capitalize(), *table_lines(rows)]
+    if certificate.first_prompt:
+        lines += ["", "First prompt", *_prompt_lines(certificate.first_prompt)]
     lines += ["", "Checked"]
     for coverage in certificate.coverage:
         lines += _wrap(_coverage_text(coverage), "  ")
@@ -62,6 +65,11 @@ def _finding_lines(finding: Finding) -> list[str]:
         if text:
             lines += _wrap(text, f"  {label:{LABEL}}")
     return lines
+
+
+def _prompt_lines(prompt: str) -> list[str]:
+    lines = [row for line in prompt.splitlines() for row in _wrap(line, "  ")]
+    return lines if len(lines) <= PROMPT_LINES else [*lines[:PROMPT_LINES], "  ..."]
 
 
 def _coverage_text(coverage: Coverage) -> str:

@@ -96,7 +96,7 @@ def tokenize_inputs(config: Config, tried_inputs: Tried, log: Log = print) -> In
     ]
     _check_teacher_context(config, sources)
     _check_patches(config, sources, tried_inputs)
-    unread = [] if _reads_records(config) else _unread_columns(config, tried_inputs, blind, chats=chats)
+    unread = [] if reads_records(config) else _unread_columns(config, tried_inputs, blind, chats=chats)
     untaught = replace(rules, context_key="")
     validation = [
         dataset(rows, rules=untaught, shuffle=False, name=path)
@@ -152,7 +152,7 @@ def _check_patches(config: Config, sources: Sequence[PromptDataset], tried_input
             )
 
 
-def _reads_records(config: Config) -> bool:
+def reads_records(config: Config) -> bool:
     """Whether code takes whole records, so that any column may be read."""
     data = config.data
     rollout = config.rollout

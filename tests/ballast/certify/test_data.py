@@ -11,6 +11,7 @@ import pytest
 from ballast.certify.certificate import Certificate
 from ballast.certify.data_checks import check_data
 from ballast.certify.findings import Level
+from ballast.certify.prompt_checks import check_prompts
 from ballast.certify.subject import make_config, read_subject
 
 Rows = list[dict[str, Any]]
@@ -104,6 +105,45 @@ def lose_a_column(train: Rows, held_out: Rows) -> None:
     del train[7]["answer"]
 
 
+def add_weights(train: Rows, held_out: Rows) -> None:
+    for row in train:
+        row["weight"] = 0.5
+
+
+def add_a_conversation(train: Rows, held_out: Rows) -> None:
+    for row in train:
+        row["conversations"] = [{"from": "human", "value": row["prompt"]}]
+
+
+def as_messages(rows: Rows, **fields: Any) -> None:
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": row["prompt"]} | fields]
+
+
+def mark_untrained(train: Rows, held_out: Rows) -> None:
+    as_messages(train, train=False)
+
+
+def speak_as_a_narrator(train: Rows, held_out: Rows) -> None:
+    as_messages(train, role="narrator")
+
+
+def leave_the_response(train: Rows, held_out: Rows) -> None:
+    as_messages(train)
+    train[7]["prompt"].append({"role": "assistant", "content": "I will not say."})
+
+
+def break_arguments(train: Rows, held_out: Rows) -> None:
+    as_messages(train)
+    call = {"type": "function", "function": {"name": "add", "arguments": "a=1, b=2"}}
+    train[7]["prompt"][:0] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def rename_the_answer(train: Rows, held_out: Rows) -> None:
+    for row in [*train, *held_out]:
+        row["solution"] = row.pop("answer")
+
+
 PLANTED: dict[Callable[[Rows, Rows], None], str] = {
     repeat_rows: "data.duplicates",
     repeat_in_capitals: "data.duplicates",
@@ -122,6 +162,13 @@ PLANTED: dict[Callable[[Rows, Rows], None], str] = {
     lose_an_answer: "data.answer_missing",
     mix_types: "data.mixed_types",
     lose_a_column: "data.column_missing",
+    add_weights: "data.unread_column",
+    add_a_conversation: "data.unread_column",
+    mark_untrained: "data.message_field_unread",
+    speak_as_a_narrator: "data.unknown_role",
+    leave_the_response: "data.ends_with_response",
+    break_arguments: "data.tool_arguments_text",
+    rename_the_answer: "reward.ignores_answer",
 }
 
 
@@ -129,10 +176,13 @@ def certify(folder: Path, train: Rows, held_out: Rows) -> list[str]:
     for name, rows in (("train", train), ("validation", held_out)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     overrides = [f"data.validation={folder}/validation.jsonl"]
-    reward = "workers.reward_functions:exact_match"
+    name = "exact_match" if any("answer" in row for row in train) else "format_tags"
+    reward = f"workers.reward_functions:{name}"
     config = make_config(None, "", reward, str(folder / "train.jsonl"), overrides)
     certificate = Certificate("planted", "quick")
-    check_data(read_subject(config, "planted"), certificate)
+    subject = read_subject(config, "planted")
+    check_data(subject, certificate)
+    check_prompts(subject, certificate)
     return [finding.name for finding in certificate.findings if finding.level is not Level.NOTE]
 
 
