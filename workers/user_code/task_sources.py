@@ -41,9 +41,9 @@ def check_installed(key: str, text: str) -> None:
 @cache
 def task_records(text: str) -> tuple[dict[str, Any], ...]:
     """Return the records of a source. Raises DataError."""
-    module = "verifiers_agent" if package_of(text) == "verifiers" else "task_sources"
+    module = "agents.verifiers_agent" if package_of(text) == "verifiers" else "user_code.task_sources"
     try:
-        return tuple(ask(f"workers.user_code.{module}:records", text, timeout_s=LOADING_SECONDS, setting=""))
+        return tuple(ask(f"workers.{module}:records", text, timeout_s=LOADING_SECONDS, setting=""))
     except (NoAnswerError, ConfigError) as error:
         raise DataError(f"{text}: {str(error).rstrip('.')}.") from None
 
