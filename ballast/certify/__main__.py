@@ -8,15 +8,19 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ballast.certify.behaviour_checks import check_behaviour
 from ballast.certify.certificate import Certificate
 from ballast.certify.data_checks import check_data
+from ballast.certify.environment.all_checks import check_environments
 from ballast.certify.page import page_lines
 from ballast.certify.prompt_checks import check_prompts
 from ballast.certify.reward_checks import check_reward
+from ballast.certify.signal import check_signal
 from ballast.certify.subject import Subject, make_config, read_subject
+from ballast.certify.training import check_training
 from controller.observability.certificates import FILE, certificate_file
 from controller.preflight.arguments import OneLineParser, writing
 from workers.errors import BallastError, ConfigError, one_line
@@ -29,10 +33,11 @@ QUICK: dict[str, Check] = {
     "prompts": check_prompts,
     "reward": check_reward,
     "behaviour": check_behaviour,
+    "environment": check_environments,
 }
 """Checks of all levels, in the order of the page. Each adds to the certificate what it saw."""
-DEFAULT: dict[str, Check] = {}
-TRAIN: dict[str, Check] = {}
+DEFAULT: dict[str, Check] = {"signal": check_signal}
+TRAIN: dict[str, Check] = {"train": check_training}
 """Checks that the levels default and --train add."""
 
 
@@ -60,6 +65,7 @@ def _certify(request: argparse.Namespace) -> int:
         print(f"certify {name}: level {level}, {TIMES[level]}", flush=True)
     certificate = Certificate(name, level, list(config.data.weights))
     subject = read_subject(config, name, request.answer_key)
+    subject = replace(subject, model=request.model, write=request.write)
     for check_name, check in checks_of(level).items():
         start = time.monotonic()
         check(subject, certificate)

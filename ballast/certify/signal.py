@@ -152,18 +152,18 @@ def _group(number: int, lines: Sequence["Line"], success: str, threshold: float)
     return Group(number, rewards, right, lengths, len(lines) - len(lengths))
 
 
-def check(subject: Subject, certificate: Certificate, model: str = "", *, write: bool = False) -> None:
-    """Sample from a small policy. model: --model. write: whether to write the column `difficulty`."""
+def check_signal(subject: Subject, certificate: Certificate) -> None:
+    """Sample from the small policy of --model, or from the tiny one. With --write, write a column `difficulty`."""
     if not subject.config.rewarded:
         certificate.skip(CHECK, "the configuration has no reward")
         return
     try:
-        policy = find_policy(subject, model)
+        policy = find_policy(subject)
     except NoPolicyError as reason:
         certificate.skip(CHECK, str(reason))
         return
     try:
-        signal = _sample(subject, policy, WRITTEN if write else RECORDS)
+        signal = _sample(subject, policy, WRITTEN if subject.write else RECORDS)
     except BallastError as error:
         certificate.skip(CHECK, f"sampling from {policy.path} failed: {one_line(error)}")
         return
@@ -179,7 +179,7 @@ def check(subject: Subject, certificate: Certificate, model: str = "", *, write:
     certificate.add_table("signal", signal_rows(signal))
     certificate.add_table("pass@k by record", record_rows(signal))
     certificate.add_table("recommended", recommended_rows(signal))
-    if write:
+    if subject.write:
         file = write_difficulty(subject, signal)
         certificate.add_coverage("column difficulty", f"{file}, {len(signal.groups)} records")
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ballast
 from ballast.certify.environment.policies import answer_of
 from ballast.certify.subject import Subject
 from ballast.records import data_file
@@ -17,9 +16,8 @@ from controller.config import to_yaml
 from controller.config.model_files import positions, read_model_files
 from controller.data.records import Record
 from workers.errors import ConfigError
-from workers.rollout.turn_sampler import load_tokenizer
 
-TINY = Path(ballast.__file__).parent / "examples" / "addition" / "cache" / "model"
+TINY = Path(__file__).parents[1] / "examples" / "addition" / "cache" / "model"
 MAKE_IT = "python -m examples.addition.warm_start"
 ANSWER = "certify_answer"  # column with the records' answers, in the files of certify
 FEWEST = 8  # records, below which shares say nothing
@@ -42,8 +40,16 @@ class SmallPolicy:
     unexpressed: str = ""
 
 
-def find_policy(subject: Subject, model: str) -> SmallPolicy:
+def load_tokenizer(path: str) -> Any:
+    # Imported here, because a quick level needs no tokenizer.
+    from workers.rollout.turn_sampler import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def find_policy(subject: Subject) -> SmallPolicy:
     """Return the policy of --model, or the tiny one. Raises NoPolicyError, also if too few records fit it."""
+    model = subject.model
     if not model and not (TINY / "config.json").is_file():
         raise NoPolicyError(f"no small policy: give --model, or make the tiny one by `{MAKE_IT}`")
     path = model or str(TINY)

@@ -59,6 +59,8 @@ class Subject:
     agent: bytes = b""
     tools: Tools = field(default_factory=lambda: Tools(b"", []))
     parser: RewardFunction | None = None
+    model: str = ""
+    write: bool = False
 
     @property
     def prompt_key(self) -> str:

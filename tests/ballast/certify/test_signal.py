@@ -1,6 +1,7 @@
 """Signal of groups against values counted over all subsets, and what a policy cannot express."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from ballast.certify.certificate import Certificate
 from ballast.certify.signal import (
     Group,
     Signal,
-    check,
+    check_signal,
     group_lines,
     recommended_rows,
     signal_findings,
@@ -107,10 +108,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def subject_of(tmp_path: Path, prompts: list[Any]) -> Any:
+def subject_of(tmp_path: Path, prompts: list[Any], model: str) -> Any:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt, "answer": "5"}) + "\n" for prompt in prompts))
-    return read_subject(make_config(None, "", "examples/gsm8k/reward.py:reward", str(data)), "mine")
+    config = make_config(None, "", "examples/gsm8k/reward.py:reward", str(data))
+    return replace(read_subject(config, "mine"), model=model)
 
 
 @pytest.mark.parametrize(
@@ -124,16 +126,17 @@ def subject_of(tmp_path: Path, prompts: list[Any]) -> Any:
 def test_records_that_a_vocabulary_cannot_express_are_refused_with_the_reason(
     prompts: list[Any], reason: str, model: str, tmp_path: Path
 ) -> None:
-    subject = subject_of(tmp_path, prompts)
+    subject = subject_of(tmp_path, prompts, model)
     with pytest.raises(NoPolicyError) as refusal:
-        find_policy(subject, model)
+        find_policy(subject)
     assert reason in str(refusal.value)
     certificate = Certificate("mine", "default")
-    check(subject, certificate, model)
+    check_signal(subject, certificate)
     assert certificate.skipped["signal"] == str(refusal.value) and not certificate.findings
 
 
 def test_other_records_are_left_out_and_named(model: str, tmp_path: Path) -> None:
-    policy = find_policy(subject_of(tmp_path, ["1+1=", "a+b=", *(f"{n}+1=" for n in range(8))]), model)
+    prompts = ["1+1=", "a+b=", *(f"{n}+1=" for n in range(8))]
+    policy = find_policy(subject_of(tmp_path, prompts, model))
     assert policy.numbers == [1, *range(3, 11)]
     assert policy.unexpressed.startswith("record 2 has 'ab'")
