@@ -307,7 +307,7 @@ def model(folder: Path, case: Case = PLAIN) -> str:
     return str(path)
 
 
-@pytest.mark.drawn(4, always=ALWAYS)
+@pytest.mark.drawn(2, always=ALWAYS)
 @pytest.mark.parametrize(
     "text", [pytest.param(text, marks=pytest.mark.slow if way(text).ranks > 4 else ()) for text in CASES]
 )
