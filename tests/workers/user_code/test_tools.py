@@ -10,7 +10,7 @@ import pytest
 
 from tests.refusals import refused
 from workers.environment import Observation, Turn
-from workers.user_code.functions import find_tools
+from workers.user_code.functions import Tools, find_tools
 from workers.user_code.tools import ToolPool
 
 TOOLS = '''
@@ -76,13 +76,19 @@ def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
     return {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def answers(file: Path, *turns: Turn, offered: list[str] | None = None, **limits: Any) -> list[Observation]:
-    found = find_tools("rollout.tools", str(file), timeout_s=60.0)
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
+    """The functions of TOOLS, described once: a process imports 2 CPU seconds of transformers for schemas."""
+    file = tmp_path_factory.mktemp("tools") / "tools.py"
+    file.write_text(TOOLS)
+    return find_tools("rollout.tools", str(file), timeout_s=60.0)
 
+
+def answers(tools: Tools, *turns: Turn, offered: list[str] | None = None, **limits: Any) -> list[Observation]:
     async def play() -> list[Observation]:
-        pool = ToolPool(found.packed, **{"timeout_s": 1.5, "max_calls": 3, "max_characters": 40} | limits)
+        pool = ToolPool(tools.packed, **{"timeout_s": 1.5, "max_calls": 3, "max_characters": 40} | limits)
         try:
-            schemas = [s for s in found.schemas if offered is None or s["function"]["name"] in offered]
+            schemas = [s for s in tools.schemas if offered is None or s["function"]["name"] in offered]
             async with pool.episode(schemas) as environment:
                 assert await environment.reset({}) == ""
                 return [await environment.step(turn) for turn in turns]
@@ -92,22 +98,15 @@ def answers(file: Path, *turns: Turn, offered: list[str] | None = None, **limits
     return asyncio.run(play())
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    return tmp_path / "tools.py"
+def test_schemas_are_those_of_public_functions(tools: Tools, tmp_path: Path) -> None:
+    assert [schema["function"]["name"] for schema in tools.schemas] == ["divide", "wait", "do", "show"]
+    assert tools.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+    (tmp_path / "tools.py").write_text(f"{TOOLS}\nfrom os.path import basename\n__all__ = ['divide']\n")
+    schemas = find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=60.0).schemas
+    assert [schema["function"]["name"] for schema in schemas] == ["divide"]
 
 
-def test_schemas_are_those_of_public_functions(file: Path) -> None:
-    found = find_tools("rollout.tools", str(file), timeout_s=60.0).schemas
-    assert [schema["function"]["name"] for schema in found] == ["divide", "wait", "do", "show"]
-    assert found[0]["function"]["parameters"]["required"] == ["a", "b"]
-    file.write_text(f"{TOOLS}\nfrom os.path import basename\n__all__ = ['divide']\n")
-    found = find_tools("rollout.tools", str(file), timeout_s=60.0).schemas
-    assert [schema["function"]["name"] for schema in found] == ["divide"]
-
-
-def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None:
+def test_whatever_a_call_does_the_policy_reads_what_happened(tools: Tools) -> None:
     bad = call("divide") | {"function": {"name": "divide", "arguments": "1, 2"}}
     turns = [
         ([call("divide", a=1, b=4)], "0.25"),
@@ -122,7 +121,7 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None
         ([call("do", what="children")], "children"),
         ([call("do", what="megabytes")], f"{'x' * 40} [cut: 49,999,960 more characters]"),
     ]
-    found = answers(file, *[Turn("", tool_calls=calls) for calls, _ in turns], Turn("4"))
+    found = answers(tools, *[Turn("", tool_calls=calls) for calls, _ in turns], Turn("4"))
     assert [observation.text for observation in found[:-1]] == [
         [{"role": "tool", "tool_call_id": "call1", "name": calls[0]["function"]["name"], "content": words}]
         for calls, words in turns
@@ -135,21 +134,21 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["generator", "coroutines", "object", "function"])
-def test_an_answer_whose_text_is_a_place_in_memory_is_an_error(file: Path, kind: str) -> None:
-    (answer, _) = answers(file, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
+def test_an_answer_whose_text_is_a_place_in_memory_is_an_error(tools: Tools, kind: str) -> None:
+    (answer, _) = answers(tools, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
     assert answer.text[0]["content"].startswith("Error: TypeError: the tool returned a value of type ")
 
 
 @pytest.mark.parametrize(("kind", "text"), [("date", '"2026-11-28"'), ("decimals", '{"price": "1.5"}')])
-def test_an_answer_with_a_text_of_its_own_is_read(file: Path, kind: str, text: str) -> None:
-    (answer, _) = answers(file, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
+def test_an_answer_with_a_text_of_its_own_is_read(tools: Tools, kind: str, text: str) -> None:
+    (answer, _) = answers(tools, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
     assert answer.text[0]["content"] == text
 
 
-def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(file: Path) -> None:
+def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(tools: Tools) -> None:
     several = Turn("", tool_calls=[call("wait", n, seconds=0.7, word=str(n)) for n in range(4)])
     broken = Turn("", tool_calls=[call("do", what="a")], errors=["no JSON"])
-    (found, after, alone) = answers(file, several, broken, Turn("", errors=["no JSON"]))
+    (found, after, alone) = answers(tools, several, broken, Turn("", errors=["no JSON"]))
     assert found.parts["tools/seconds"] < 3 * 0.7 + 1
     words = [message["content"] for message in found.text]
     assert [f'"word": "{n}"' in text for n, text in enumerate(words[:3])] == [True] * 3
@@ -160,9 +159,9 @@ def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(file: Path) -> None
     assert (alone.parts["tools/calls"], alone.parts["tools/failed"]) == (7, 3)
 
 
-def test_a_record_says_which_tools_it_offers(file: Path) -> None:
+def test_a_record_says_which_tools_it_offers(tools: Tools) -> None:
     turn = Turn("", tool_calls=[call("do", what="a"), call("divide", a=1, b=2)])
-    (found,) = answers(file, turn, offered=["divide"])
+    (found,) = answers(tools, turn, offered=["divide"])
     assert [m["content"] for m in found.text] == ["Error: there is no tool do. Use one of: divide", "0.5"]
 
 
