@@ -103,6 +103,10 @@ SHORT = {
 }
 """Reasons in few words, by a part of the message."""
 
+ONE_TOKEN_MORE = "vLLM's window has one token more than transformers'"
+CAUSES = {"cohere2": ONE_TOKEN_MORE, "cohere2_moe": ONE_TOKEN_MORE}
+"""Why engine and trainer differ, by family, where it is known."""
+
 
 def markdown(found: dict[str, Outcomes]) -> str:
     """found: outcomes by family."""
@@ -115,7 +119,7 @@ def markdown(found: dict[str, Outcomes]) -> str:
         counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in columns]),
     )
     rows = [
-        [f"`{family}`", *(_cell(outcomes.get(name)) for name in columns)]
+        [f"`{family}`", *(_cell(outcomes.get(name), CAUSES.get(family, "")) for name in columns)]
         for family, outcomes in built.items()
     ]
     refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
@@ -175,7 +179,8 @@ def _counts(found: dict[str, Outcomes], name: str) -> list[str]:
     return [str(counted[verdict]) for verdict in VERDICTS]
 
 
-def _cell(outcome: Outcome | None) -> str:
+def _cell(outcome: Outcome | None, cause: str = "") -> str:
+    """cause: why engine and trainer differ."""
     if outcome is None or outcome.verdict == "not there":
         return ""
     if outcome.verdict == "exact":
@@ -183,6 +188,8 @@ def _cell(outcome: Outcome | None) -> str:
     if outcome.verdict == "below":
         return BELOW
     reason = next((short for part, short in SHORT.items() if part in outcome.reason), _uses(outcome.reason))
+    if reason == "differs" and cause:
+        reason = cause
     size = f" {outcome.difference:.2g}" if outcome.difference is not None else ""
     return f"{outcome.verdict}{size}: {reason}"
 

@@ -135,6 +135,8 @@ def _shrunk(description: dict[str, Any]) -> dict[str, Any]:
             tiny[name] = [entries[index % len(entries)] for index in range(layers)]
         elif name in LAYERS and value:
             tiny[name] = layers
+        elif name == "window_size" and "fullatt_block_indexes" in description:
+            continue  # in pixels of an image
         elif isinstance(value, int) and not isinstance(value, bool) and name in TINY:
             tiny[name] = min(value, TINY[name])
         elif name in FACTORS and name == "initializer_range":

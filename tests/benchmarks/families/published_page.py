@@ -1,11 +1,14 @@
 """The section of docs/models.md on models in the form of their published checkpoints."""
 
+import re
 from collections import Counter
 
 from tests.benchmarks.families.measuring import Outcome
+from tests.benchmarks.families.page import CAUSES
 from tests.benchmarks.families.published import Published, tiny_description
 
 PUBLISHED = "## Models in the form of their checkpoints"
+MODEL = re.compile(r"model\.path=\S+|\(\w+\)")
 COLUMNS = ("trains", "saves", "resumes", "LoRA", "engine", "images", "cp", "tp", "pp", "ep")
 VERDICTS = ("exact", "close", "refused", "crash", "wrong")
 HEADER = (
@@ -23,7 +26,7 @@ a published config.json, shrunk in size (`tests/benchmarks/families/published.js
 - resumes: an engine that loads a checkpoint goes on with the same weights.
 - LoRA: `all-linear` adapters train, and merge into weights with the base model's names.
 - engine: vLLM on a CPU loads changed, saved weights and takes an update. `close` is the mean difference of a log-prob
-  for models that it computes in bfloat16 only.
+  where it is below what a run allows: in bfloat16 for gated delta nets, which it computes in no other type on CPUs.
 - images: log-probs with images in the packed layout equal the family's own. Empty if it sees none.
 - cp, tp, pp, ep: whether a run with context, tensor, pipeline or expert parallelism of 2 is allowed to start.
 
@@ -47,7 +50,7 @@ def published_section(families: dict[str, Published], found: dict[str, dict[str,
         rows.append([name, f"`{architecture}`", *(_cell(outcomes.get(column)) for column in COLUMNS)])
     text = HEADER.format(families=len(found), counts=_table(["", *VERDICTS], counts))
     text += _table(["model", "architecture", *COLUMNS], rows)
-    reasons = _reasons(built)
+    reasons = _reasons(families, built)
     if reasons:
         text += "\n\nReasons:\n\n" + "\n".join(f"- {reason}" for reason in reasons)
     not_built = [
@@ -78,20 +81,24 @@ def _cell(outcome: Outcome | None) -> str:
     return f"{outcome.verdict} {outcome.difference:.2g}" if outcome.difference else outcome.verdict
 
 
-def _reasons(found: dict[str, dict[str, Outcome]]) -> list[str]:
+def _reasons(families: dict[str, Published], found: dict[str, dict[str, Outcome]]) -> list[str]:
     """Return a line a reason: its column, its text, and its families."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, outcomes in found.items():
         for column in COLUMNS:
             outcome = outcomes.get(column)
-            if outcome is not None and outcome.verdict not in ("exact", "close", "not there"):
-                names.setdefault((column, _short(outcome.reason)), []).append(name)
-    return [f"{column}: {reason} ({', '.join(families)})" for (column, reason), families in names.items()]
+            if outcome is None or outcome.verdict in ("exact", "close", "not there"):
+                continue
+            cause = CAUSES.get(families[name].model_type) if column == "engine" else None
+            reason = cause or _short(outcome.reason)
+            if column == "trains" or reason != _short(outcomes["trains"].reason):  # one that ends all columns
+                names.setdefault((column, reason), []).append(name)
+    return [f"{column}: {reason} ({', '.join(models)})" for (column, reason), models in names.items()]
 
 
 def _short(reason: str) -> str:
-    """Return a reason without the model's folder, and the first sentence alone."""
-    words = [word for word in reason.split() if not word.startswith("model.path=")]
+    """Return a reason without the model's folder and type, and the first sentence alone."""
+    words = [word for word in reason.split() if not MODEL.fullmatch(word)]
     sentence = " ".join(words).partition(". ")[0]
     return sentence.replace("|", "/").replace("<", "").replace(">", "").rstrip(".")
 

@@ -97,7 +97,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,  # with 64 for positions, vLLM's only kernel for latents
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "dots1": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
