@@ -153,7 +153,7 @@ def _template(tokenizer: Any, options: dict[str, Any]) -> str:
         return ""
 
 
-def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int], marks: tuple[str, str]) -> bool:
+def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int] | np.ndarray, marks: tuple[str, str]) -> bool:
     """Return whether a prompt ends within reasoning. A template may open it only after some messages."""
     start, end = marks
     tail = [int(token) for token in prompt_ids[-TAIL:]]
