@@ -25,7 +25,7 @@ from workers.batch.dataproto import DataProto
 from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.attention import flash_kernels as merged_attention
-from workers.model.attention import ring_attention, shared_attention
+from workers.model.attention import ring_attention, shared_attention, state_rows
 from workers.model.attention.attention import PackedAttention
 from workers.model.attention.flash_kernels import Block, flash_backward, flash_forward
 from workers.model.attention.ring_attention import RingAttention
@@ -447,6 +447,17 @@ def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
     assert check_numerics(packed, config).largest < 1e-4
     monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", 0)
     monkeypatch.setattr(shared_attention, "_level", lambda runs, level: own_only(runs))
+    with pytest.raises(UnsupportedModelError, match=r"model\.share_prefixes=never"):
+        check_numerics(packed, config)
+
+
+def test_a_model_that_hands_on_no_state_is_refused_at_load(tmp_path, monkeypatch):
+    config = ModelConfig(path=save_tiny_model(tmp_path / "model", "nemotron_h"), dtype="float32")
+    packed = load_model(config, torch.float32)
+    assert check_numerics(packed, config).largest < 1e-4
+    monkeypatch.setattr(
+        state_rows, "cut_runs", lambda row: (list(row.padded_lengths), [state_rows.NO_PARENT])
+    )
     with pytest.raises(UnsupportedModelError, match=r"model\.share_prefixes=never"):
         check_numerics(packed, config)
 
