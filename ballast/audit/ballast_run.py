@@ -84,8 +84,7 @@ def _read_columns(
     stored, sample = _training_rows(counts)
     offsets = arrays["tokens.offsets"]
     lengths = np.diff(offsets)[stored]
-    places = [np.arange(offsets[row], offsets[row + 1]) for row in stored]
-    places = np.concatenate(places) if places else np.empty(0, np.int64)
+    places = _token_places(offsets, stored)
     tokens = {
         "token_ids": arrays["tokens.input_ids"][places],
         "loss_mask": arrays["tokens.loss_mask"][places],
@@ -111,6 +110,11 @@ def _read_columns(
     return np.concatenate([[0], np.cumsum(lengths)]), tokens, rows
 
 
+def _token_places(offsets: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    places = [np.arange(offsets[row], offsets[row + 1]) for row in rows]
+    return np.concatenate(places) if places else np.empty(0, np.int64)
+
+
 def _rows_of_update(chosen: np.ndarray, trained: np.ndarray) -> np.ndarray:
     """Return the rows of the update, in its order. chosen: rows of the step, also those that it masks."""
     return chosen[trained[chosen] > 0]
@@ -126,8 +130,7 @@ def _add_update(
     """Add the columns of an update, whose rows are `in_update` and, after them, replayed ones, and count these."""
     count = len(in_update)
     lengths = arrays["length"]
-    places = [np.arange(offsets[row], offsets[row + 1]) for row in in_update]
-    places = np.concatenate(places) if places else np.empty(0, np.int64)
+    places = _token_places(offsets, in_update)
     if not np.array_equal(lengths[:count], np.diff(offsets)[in_update]):
         raise ValueError("its rows are not those of the step's samples")
     rows["mini_batch"] = np.zeros(len(offsets) - 1, np.int64)
@@ -147,8 +150,8 @@ def _training_rows(branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     A sample is stored as one row, and after it come its branches, which are trained in its place.
     """
-    stored = []
-    samples = []
+    stored: list[int] = []
+    samples: list[int] = []
     first = 0
     for sample, count in enumerate(branches.tolist()):
         rows = range(first + 1, first + 1 + count) if count else [first]

@@ -23,6 +23,7 @@ COARSE_BOUND = 0.1
 models, and up to 0.1 for mixtures of experts."""
 TOKENS_OF_AN_EXPLANATION = 2**18
 CLEAR_CORRELATION = 0.8
+FEWEST_ROUNDED = 32
 EXPLAINED_SHARE = 0.25
 """An explanation leaves at most this share of a difference, and at most twice the bound."""
 
@@ -151,6 +152,10 @@ ADVICE = {
     "partly_zero": "Look at what fills missing log-probs with 0.",
     "clamped": "Record log-probs before they are clamped.",
     "temperature": "Divide logits by the temperature of sampling on both sides.",
+    "all_zero": "It was filled, not computed.",
+    "constant": "It was filled, not computed.",
+    "shifted_by_two": "A log-prob stands at its own token, not at another one.",
+    "rounded_to_bfloat16": "Record log-probs in float32, or name precision=bfloat16.",
     "sequence_mean": "Record the log-prob of each token.",
 }
 
@@ -169,6 +174,7 @@ def _explanations(bundle: Bundle, name: str, other: str, pair: PairSample) -> It
     if x.min() > 0 and x.max() <= 1.0001:
         text = f"{name} holds probabilities, not their logarithms"
         yield Explanation("probabilities", text, _distance(np.log(x), y))
+    yield _rounded(name, x, pair.difference)
     yield from _shifts(name, other, pair)
     yield from _zeros(name, other, x, y)
     yield _clamped(name, x, y)
@@ -249,7 +255,17 @@ def _temperature(
         return
     slope, _ = np.polyfit(y, x, 1)
     expected = temperature if temperature > 1 else 1 / temperature
-    if 1 + 0.4 * (expected - 1) < slope < 1 + 2.5 * (expected - 1):
-        text = f"{name} is steeper than {other} by {slope:.2f}, as if the temperature {temperature:g} were "
-        text += "applied to only one of them"
+    if 1 + 0.25 * (expected - 1) < slope < 1 + 2 * (expected - 1):
+        without = name if temperature > 1 else other
+        text = f"{name} is steeper than {other} by {slope:.2f}: {without} is not divided by the temperature "
+        text += f"{temperature:g}"
         yield Explanation("temperature", text, 0.0)
+
+
+def _rounded(name: str, x: np.ndarray, difference: float) -> Explanation:
+    """bfloat16 keeps 8 bits of a float32."""
+    bits = x.astype(np.float32).view(np.uint32)
+    is_rounded = len(x) >= FEWEST_ROUNDED and not np.any(bits & 0xFFFF)
+    small = difference <= 2**-8 * float(np.mean(np.abs(x)))
+    text = f"{name} was rounded to bfloat16"
+    return Explanation("rounded_to_bfloat16", text, 0.0 if is_rounded and small else np.inf)

@@ -19,6 +19,7 @@ ROUNDING = 5e-7
 """Of a float32 reward, relative. A small standard deviation enlarges it."""
 SMALL_SHARE = 0.34
 """Rows below this share are single rows that break, not another formula."""
+FEWEST_OF_A_LINE = 4
 NAME = "advantages.estimator"
 
 
@@ -194,6 +195,8 @@ def _explain(recorded: Recorded, estimator: str, epsilons: tuple[float, ...], wr
     for candidate in _candidates(recorded, estimator):
         try:
             tried = epsilons if candidate.estimator == estimator else EPSILONS
+            if candidate.cause == "epsilon":
+                tried = (candidate.recorded.samples.epsilon,)
             _, still_wrong = _best_fit(candidate.recorded, candidate.estimator, tried, candidate.sign)
         except MissingError:
             continue
@@ -263,7 +266,7 @@ def _groupings(samples: Samples) -> Iterator[tuple[str, np.ndarray]]:
 def _explain_scale(
     recorded: Recorded, estimator: str, epsilons: tuple[float, ...], wrong: np.ndarray
 ) -> Problem | None:
-    """Try a constant factor, a constant offset, and clipping."""
+    """Try a constant factor, a constant offset, both, and clipping."""
     samples = replace(recorded.samples, epsilon=epsilons[0])
     expected = ESTIMATORS[estimator](samples)
     actual = recorded.advantages
@@ -281,6 +284,11 @@ def _explain_scale(
     if len(actual) and np.all(np.abs(actual - offset - expected) <= limit):
         text = f"they are {estimator} plus {offset:.4g}"
         return Problem("offset", text, "Rewards or advantages were moved.", rows)
+    if power and len(actual) > FEWEST_OF_A_LINE and np.ptp(expected):
+        factor, offset = np.polyfit(expected, actual, 1)
+        if np.all(np.abs(factor * expected + offset - actual) <= limit):
+            text = f"they are {estimator} times {factor:.4g} plus {offset:.4g}"
+            return Problem("normalised_again", text, "They were normalised twice.", rows)
     low = actual.min(initial=0.0)
     high = actual.max(initial=0.0)
     if np.all(np.abs(np.clip(expected, low, high) - actual) <= limit):

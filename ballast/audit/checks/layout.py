@@ -110,6 +110,25 @@ def check_after_end(bundle: Bundle) -> Finding:
     return passed(name, checked, bundle.token_count, **details)
 
 
+def check_truncated(bundle: Bundle) -> Finding:
+    """Check that rows of the greatest length that do not end are marked as truncated."""
+    name = "layout.truncated"
+    checked = "responses of the greatest length that have no end are marked as truncated"
+    ends = np.asarray(bundle.fact("end_tokens"))
+    truncated = np.asarray(bundle.row_column("truncated")).astype(bool)
+    sampled = row_sums(bundle, "loss_mask")
+    has_end = sum_rows(bundle, lambda part: _trained_ends(part, ends)) > 0
+    unmarked = ~truncated & ~has_end & (sampled > 0)
+    longest = sampled == sampled.max(initial=0)
+    rows = np.flatnonzero(unmarked & longest)
+    # Others without an end show that responses end in other ways, such as by a stop string.
+    if len(rows) < 2 or np.any(unmarked & ~longest) or not has_end.any():
+        return passed(name, checked, bundle.row_count, unit="rows")
+    text = f"{len(rows)} rows of {int(sampled.max())} sampled tokens have no end token, but are not marked"
+    problem = Problem("truncation_not_marked", text, "Take the flag from the sampler's finish reason.", rows)
+    return failed(name, checked, bundle.row_count, problem, unit="rows")
+
+
 def _same_row(part: Bundle) -> np.ndarray:
     """True where a token and the one before it are of one row, bool [T - 1]."""
     inside = np.ones(max(part.token_count - 1, 0), bool)
@@ -173,5 +192,6 @@ CHECKS = {
     "layout.loss_tokens": check_loss_tokens,
     "layout.prompt_mask": check_prompt_mask,
     "layout.after_end": check_after_end,
+    "layout.truncated": check_truncated,
     "layout.weight_versions": check_versions,
 }

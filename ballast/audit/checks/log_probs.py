@@ -1,5 +1,6 @@
 """Log-probs: finite, not positive, not constant, in one scale, at their own tokens."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -162,7 +163,7 @@ def check_places(bundle: Bundle, column: str) -> Finding:
     return failed(name, checked, comparison.count, problem, **details)
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[[Bundle], Finding]] = {
     **{
         f"log_probs.{column.removesuffix('_logprobs')}": partial(check_values, column=column)
         for column in COLUMNS

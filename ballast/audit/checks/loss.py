@@ -16,13 +16,15 @@ from ballast.audit.aggregations import (
 )
 from ballast.audit.bundle import Algorithm, Bundle, MissingError
 from ballast.audit.finding import Finding, Problem, failed, passed, unknown
-from ballast.audit.token_losses import LOSSES, Variant, row_losses
+from ballast.audit.token_losses import LOSSES, RowLosses, Variant, row_losses
 
 RELATIVE_BOUND = 2e-4
 """Of the mean absolute token loss. A sum of a million float32 numbers has an error of 1e-5."""
 UNKNOWN_IF_LEFT_OUT = ("kl_coefficient", "entropy_coefficient", "correction", "dual_clip")
 """Settings that a step may not have. A loss that fits without them shows that it has none."""
 NO_CLIP = 1e9
+COMMON_BOUNDS = (0.1, 0.2, 0.25, 0.28, 0.3, 0.4, 3e-4, 4e-4)
+LARGEST_FACTOR = 17
 
 
 def check_value(bundle: Bundle) -> Finding:
@@ -60,7 +62,7 @@ def check_value(bundle: Bundle) -> Finding:
     details = {"bound": bound, "residual": residual}
     if residual <= bound:
         return passed(name, checked, count, **details)
-    problem = _explain(bundle, batch, usual, reported, bound)
+    problem: Problem | None = _explain(bundle, batch, usual, reported, bound)
     if problem is None:
         settings = bundle.facts.algorithm
         if not bundle.has("mini_batch"):
@@ -95,7 +97,7 @@ def _explain(
     pairs += [(number, 0) for number in range(1, len(variants))]
     for number in range(1, len(variants)):
         pairs += [(number, other) for other in range(1, len(denominators))]
-    tables = {}
+    tables: dict[int, RowLosses | None] = {}
     for variant_number, denominator_number in pairs:
         variant = variants[variant_number]
         denominator = denominators[denominator_number]
@@ -108,6 +110,44 @@ def _explain(
         if table is None or _difference(reported, losses_of(batch, table, denominator)) > bound:
             continue
         return _problem(variant if variant_number else None, denominator if denominator_number else None)
+    return _explain_factors(bundle, batch, usual, reported, bound)
+
+
+def _explain_factors(
+    bundle: Bundle, batch: Batch, usual: Variant, reported: np.ndarray, bound: float
+) -> Problem | None:
+    """Try a constant factor of the loss, and another weight of the KL."""
+    denominator = named(batch, bundle.setting("aggregation"))
+    expected = losses_of(batch, row_losses(bundle, usual), denominator)
+    advice = "Look at what multiplies the loss: micro-batches, ranks, accumulation."
+    factor = _common_factor(reported, expected, bound)
+    if factor is not None:
+        return Problem("scaled", f"the loss is that times {factor:.6g}", advice)
+    if not bundle.has("reference_logprobs"):
+        return None
+    without = replace(usual, algorithm=replace(usual.algorithm, kl_coefficient=0.0))
+    with_one = replace(usual, algorithm=replace(usual.algorithm, kl_coefficient=1.0))
+    base = losses_of(batch, row_losses(bundle, without), denominator)
+    penalty = losses_of(batch, row_losses(bundle, with_one), denominator) - base
+    weight = _common_factor(reported - base, penalty, bound)
+    if weight is None:
+        return None
+    text = f"the loss is that with a KL of weight {weight:.4g}"
+    return Problem("kl_coefficient", text, "Correct algorithm.kl_coefficient, or the trainer.")
+
+
+def _common_factor(reported: np.ndarray, expected: np.ndarray, bound: float) -> float | None:
+    """Return the factor of all mini-batches, or of one number a whole factor, which chance does not give."""
+    power = float(expected @ expected)
+    if len(reported) == len(expected) > 1 and power:
+        factor = float(expected @ reported) / power
+        return factor if _difference(reported, factor * expected) <= bound else None
+    mean = float(expected.mean())
+    for number in range(2, LARGEST_FACTOR):
+        for factor in (float(number), 1 / number):
+            # A loss near 0 fits any factor.
+            if abs(mean) > 10 * bound and abs(reported.mean() - factor * mean) <= bound * min(factor, 1):
+                return factor
     return None
 
 
@@ -131,6 +171,11 @@ def _variants(algorithm: Algorithm) -> Iterator[Variant]:
         for bound in (low, high):
             equal = replace(algorithm, clip_low=bound, clip_high=bound)
             yield Variant("clip_bounds_equal", f"clipped by {bound:g} on both sides", equal)
+    for bound in COMMON_BOUNDS:
+        for side, value in (("clip_low", low), ("clip_high", high)):
+            if bound != value:
+                other = replace(algorithm, **{side: bound})
+                yield Variant("clip_bounds_other", f"with {side}={bound:g}, not {value:g}", other)
     unclipped = replace(algorithm, clip_low=NO_CLIP, clip_high=NO_CLIP)
     yield Variant("not_clipped", "not clipped", unclipped)
     yield replace(usual, cause="sign_flipped", text="that with the sign flipped", sign=-1)

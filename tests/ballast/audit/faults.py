@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ballast.audit.bundle import Bundle
-from tests.ballast.audit.steps import END, expected_advantages, with_reported_loss
+from tests.ballast.audit.steps import END, Recipe, clean_step, expected_advantages, with_reported_loss
 
 Change = Callable[[Bundle], Bundle]
 
@@ -23,6 +23,35 @@ class Fault:
     check: str
     cause: str
     recipe: dict[str, Any] = field(default_factory=dict)
+
+
+def at_temperature(name: str, temperature: float) -> Change:
+    """Give a column the temperature of a clean step made with another one."""
+
+    def plant(bundle: Bundle) -> Bundle:
+        recipe = Recipe(temperature=bundle.facts.algorithm.temperature, precision=bundle.facts.precision)
+        other = clean_step(replace(recipe, temperature=temperature))
+        return with_tokens(bundle, **{name: other.tokens[name]})
+
+    return plant
+
+
+def round_column(name: str) -> Change:
+    """Keep the bits of bfloat16."""
+
+    def plant(bundle: Bundle) -> Bundle:
+        bits = bundle.tokens[name].view(np.uint32) & np.uint32(0xFFFF0000)
+        return with_tokens(bundle, **{name: bits.view(np.float32)})
+
+    return plant
+
+
+def mark_none_truncated(bundle: Bundle) -> Bundle:
+    return with_rows(bundle, truncated=np.zeros(bundle.row_count, np.int64))
+
+
+def normalise_again(advantages: np.ndarray) -> np.ndarray:
+    return (advantages - 0.1) / 1.2
 
 
 def with_tokens(bundle: Bundle, **columns: np.ndarray) -> Bundle:
@@ -347,6 +376,9 @@ FAULTS: dict[str, Fault] = {
         "layout.ids",
         "negative_ids",
     ),
+    "truncation not marked": Fault(
+        mark_none_truncated, "layout.truncated", "truncation_not_marked", {"longest": 10, "groups": 20}
+    ),
     "older weights at the end": Fault(reverse_versions, "layout.weight_versions", "versions_fall"),
     "samples of the next step": Fault(
         lambda bundle: with_facts(bundle, weight_version=5), "layout.weight_versions", "versions_from_future"
@@ -414,6 +446,21 @@ FAULTS: dict[str, Fault] = {
         "log_probs.sampler_and_trainer",
         "sequence_mean",
     ),
+    "temperature of the sampler not applied": Fault(
+        at_temperature("sampler_logprobs", 1.0),
+        "log_probs.sampler_and_trainer",
+        "temperature",
+        {"temperature": 0.6},
+    ),
+    "temperature not applied in the update": Fault(
+        at_temperature("new_logprobs", 1.0),
+        "ratios.first_update",
+        "temperature",
+        {"temperature": 1.4, "precision": "bfloat16"},
+    ),
+    "rounded to bfloat16": Fault(
+        round_column("sampler_logprobs"), "log_probs.sampler_and_trainer", "rounded_to_bfloat16"
+    ),
     # Ratios
     "dropout in the update": Fault(
         noise_in_rows("new_logprobs", list(range(32))), "ratios.first_update", "ratio_not_one"
@@ -454,6 +501,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "groups across prompts": Fault(group_by(lambda rows: rows % 8), "advantages.estimator", "other_groups"),
     "advantages scaled": Fault(change_advantages(lambda x: 1.05 * x), "advantages.estimator", "scaled"),
+    "advantages normalised twice": Fault(
+        change_advantages(normalise_again),
+        "advantages.estimator",
+        "normalised_again",
+        {"binary_rewards": True},
+    ),
     "advantages clipped": Fault(
         change_advantages(lambda x: np.clip(x, -1, 1)), "advantages.estimator", "clipped"
     ),
@@ -465,6 +518,14 @@ FAULTS: dict[str, Fault] = {
     "one clip bound for both": Fault(
         loss_by(clip_low=0.1, clip_high=0.1), "loss.value", "clip_bounds_equal", UNEQUAL_CLIP
     ),
+    "another clip bound": Fault(loss_by(clip_high=0.2), "loss.value", "clip_bounds_other", UNEQUAL_CLIP),
+    "loss of one of four accumulated micro-batches": Fault(
+        scale_loss(lambda bundle, rows: 0.25), "loss.value", "scaled", BFLOAT
+    ),
+    "KL of another weight": Fault(
+        loss_by(kl_coefficient=0.01), "loss.value", "kl_coefficient", {"kl_coefficient": 0.05}
+    ),
+    "KL although its weight is 0": Fault(loss_by(kl_coefficient=0.02), "loss.value", "kl_coefficient"),
     "not clipped": Fault(loss_by(clip_low=1e9, clip_high=1e9), "loss.value", "not_clipped", UNEQUAL_CLIP),
     "sequence means in place of a token mean": Fault(
         loss_by(aggregation="sequence_mean_token_mean"), "loss.value", "aggregation:sequence_mean_token_mean"
