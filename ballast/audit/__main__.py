@@ -17,8 +17,9 @@ from rich.console import Console
 from ballast.audit.bundle import Bundle
 from ballast.audit.checks import check_step
 from ballast.audit.comparison import compare_runs
-from ballast.audit.finding import Verdict
-from ballast.audit.page import WIDTH, print_parting, print_step
+from ballast.audit.finding import has_failed
+from ballast.audit.page import WIDTH, print_findings, print_parting, print_step
+from ballast.audit.run_checks import check_run, summarise
 from ballast.audit.sources import Source, steps_at
 from controller.preflight.arguments import OneLineParser
 from workers.errors import ConfigError, DataError, one_line
@@ -76,6 +77,7 @@ def _select(path: Path, steps: list[Source], number: int | None) -> list[Source]
 def _check(steps: Sequence[Source], models: Sequence[str], *, as_json: bool) -> int:
     console = _console()
     records = []
+    summaries = []
     is_wrong = False
     for step in steps:
         bundle = step.load()
@@ -87,13 +89,19 @@ def _check(steps: Sequence[Source], models: Sequence[str], *, as_json: bool) -> 
 
             logging.disable_progress_bar()
             findings += check_with_models(bundle, models)
-        is_wrong |= any(finding.verdict is Verdict.FAILED for finding in findings)
+        summaries.append(summarise(bundle))
+        is_wrong |= has_failed(findings)
         if as_json:
             records.append(_record(step.label, bundle, [finding.record for finding in findings]))
         else:
             print_step(console, step.label, bundle, findings)
+    of_run = check_run(summaries)
+    is_wrong |= has_failed(of_run)
     if as_json:
-        print(json.dumps({"steps": records, "wrong": is_wrong}, indent=1, allow_nan=False))
+        record = {"steps": records, "run": [finding.record for finding in of_run], "wrong": is_wrong}
+        print(json.dumps(record, indent=1, allow_nan=False))
+    elif of_run:
+        print_findings(console, f"all {len(steps)} steps", of_run)
     return int(is_wrong)
 
 

@@ -164,7 +164,7 @@ def _training_rows(branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _facts(path: Path, step: int, config: Config) -> Facts:
     metrics = {row["step"]: row for row in run_folder.RunFolder(path).metrics}
     of_step = metrics.get(step, {})
-    version = metrics.get(step - 1, {}).get("rollout/weight_version")
+    version = 0 if step == 1 else metrics.get(step - 1, {}).get("rollout/weight_version")
     dropped = int(of_step.get("rollout/samples_dropped") or 0)
     dtype = config.model.dtype
     if dtype == "auto":

@@ -1,5 +1,6 @@
 """Finding: the outcome of one check."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -56,6 +57,10 @@ class Problem:
     text: str
     advice: str
     rows: np.ndarray | None = None
+
+
+def has_failed(findings: Iterable[Finding]) -> bool:
+    return any(finding.verdict is Verdict.FAILED for finding in findings)
 
 
 def passed(name: str, checked: str, count: int, **details: Any) -> Finding:

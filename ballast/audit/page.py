@@ -24,6 +24,13 @@ def print_step(console: Console, label: str, bundle: Bundle, findings: Sequence[
     title = f"{label}: step {bundle.facts.step}, {bundle.row_count:,} rows, {bundle.token_count:,} tokens"
     if bundle.facts.writer:
         title += f", written by {bundle.facts.writer}"
+    print_findings(console, title, findings)
+    if bundle.unread_columns:
+        _print_below(console, f"no check reads: {', '.join(bundle.unread_columns)}")
+
+
+def print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
+    """Print what passed, what is missing, and last what is wrong."""
     console.print(Text(without_control(title), style="bold"))
     for finding in findings:
         if finding.verdict is Verdict.PASSED:
@@ -32,8 +39,6 @@ def print_step(console: Console, label: str, bundle: Bundle, findings: Sequence[
     for finding in findings:
         if finding.verdict is Verdict.FAILED:
             _print_finding(console, finding)
-    if bundle.unread_columns:
-        console.print(f"no check reads: {', '.join(bundle.unread_columns)}")
     counts = [f"{_count(findings, verdict)} {verdict.value}" for verdict in Verdict]
     console.print(Text(", ".join(counts), style="bold"))
 
