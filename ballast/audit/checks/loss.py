@@ -62,8 +62,8 @@ def check_value(bundle: Bundle) -> Finding:
     details = {"bound": bound, "residual": residual}
     if residual <= bound:
         return passed(name, checked, count, **details)
-    problem: Problem | None = _explain(bundle, batch, usual, reported, bound)
-    if problem is None:
+    explanation = _explain(bundle, batch, usual, reported, bound)
+    if explanation is None:
         settings = bundle.facts.algorithm
         if not bundle.has("mini_batch"):
             return unknown(name, checked, "mini_batch")
@@ -73,8 +73,8 @@ def check_value(bundle: Bundle) -> Finding:
         expected = float(np.mean(losses_of(batch, losses, denominator)))
         text = f"reported {np.mean(reported):.6g}, but the columns give {expected:.6g}, and no other bounds, "
         text += "aggregation or denominator that was tried explains it"
-        problem = Problem("unexplained", text, "Compare the loss token by token.")
-    return failed(name, checked, count, problem, **details)
+        explanation = Problem("unexplained", text, "Compare the loss token by token.")
+    return failed(name, checked, count, explanation, **details)
 
 
 def _difference(reported: np.ndarray, expected: np.ndarray) -> float:
@@ -172,10 +172,12 @@ def _variants(algorithm: Algorithm) -> Iterator[Variant]:
             equal = replace(algorithm, clip_low=bound, clip_high=bound)
             yield Variant("clip_bounds_equal", f"clipped by {bound:g} on both sides", equal)
     for bound in COMMON_BOUNDS:
-        for side, value in (("clip_low", low), ("clip_high", high)):
-            if bound != value:
-                other = replace(algorithm, **{side: bound})
-                yield Variant("clip_bounds_other", f"with {side}={bound:g}, not {value:g}", other)
+        if bound != low:
+            other = replace(algorithm, clip_low=bound)
+            yield Variant("clip_bounds_other", f"with clip_low={bound:g}, not {low:g}", other)
+        if bound != high:
+            other = replace(algorithm, clip_high=bound)
+            yield Variant("clip_bounds_other", f"with clip_high={bound:g}, not {high:g}", other)
     unclipped = replace(algorithm, clip_low=NO_CLIP, clip_high=NO_CLIP)
     yield Variant("not_clipped", "not clipped", unclipped)
     yield replace(usual, cause="sign_flipped", text="that with the sign flipped", sign=-1)
