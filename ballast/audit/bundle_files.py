@@ -44,7 +44,9 @@ LONGEST_TEXT = 1_000
 
 
 def bundles_of(folder: Path) -> list[Path]:
-    """Return the bundles in a folder by step, or the folder itself if it is one."""
+    """Return the bundles in a folder by step, or the folder itself if it is one. step.json stands for it."""
+    if folder.name == FACTS_FILE and folder.is_file():
+        return [folder.parent]
     if (folder / FACTS_FILE).is_file():
         return [folder]
     paths = [file.parent for file in folder.glob(f"*/{FACTS_FILE}") if file.is_file()]
