@@ -54,10 +54,14 @@ def record_steps(trainer: Any, folder: str | Path) -> "StepRecorder":
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one call of the loss read and returned. inputs: TRL's batch. logprobs: [B, T] of completions."""
+    """What one call of the loss read and returned. inputs: TRL's batch. logprobs: [B, T] of completions.
+
+    iteration: 0 when its samples are trained for the first time.
+    """
 
     step: int
     number: int
+    iteration: int
     inputs: Mapping[str, Any]
     logprobs: torch.Tensor
     loss: float
@@ -110,7 +114,11 @@ class StepRecorder(TrainerCallback):  # type: ignore[misc]
         step = self.trainer.state.global_step + 1
         number = len(self.micro_batches)
         assert self.logprobs is not None
-        self.micro_batches.append(MicroBatch(step, number, inputs, self.logprobs, float(loss.detach())))
+        iteration = self.trainer._step // self.trainer.args.steps_per_generation
+        iteration %= self.trainer.num_iterations
+        self.micro_batches.append(
+            MicroBatch(step, number, iteration, inputs, self.logprobs, float(loss.detach()))
+        )
         return loss
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
@@ -144,6 +152,12 @@ def write_step(
     for name in ("sampler_logprobs", "reference_logprobs"):
         if name not in columns:
             missing[name] = NOT_COMPUTED
+    if micro_batches[0].iteration:
+        # The first optimiser step of a bundle has ratios of 1, which those of a later iteration have not.
+        missing["mini_batch"] = (
+            "a later iteration over the samples, whose old log-probs are of earlier weights"
+        )
+        del columns["mini_batch"]
     norms = [gradient_norms.get(step) for step in steps]
     if None in norms:
         missing["gradient_norm"] = "TRL logs it with logging_steps=1"
@@ -304,6 +318,8 @@ def _why_no_loss(trainer: Any, micro_batches: list[MicroBatch]) -> str:
 def _why_no_aggregation(trainer: Any, micro_batches: list[MicroBatch]) -> str:
     arguments = trainer.args
     loss_type = trainer.loss_type
+    if micro_batches[0].iteration and len({batch.step for batch in micro_batches}) > 1:
+        return "a later iteration has several optimiser steps, see mini_batch"
     if loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:
         return "loss_type=bnpo averages the token means of micro-batches"
     if loss_type in WHOLE_BATCH_LOSSES:
