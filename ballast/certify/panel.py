@@ -18,6 +18,7 @@ from workers.batch.score import RAW, Score
 from workers.user_code.rewards import MESSAGES, Call
 
 MOST_DRAWN = 64  # records, at even distances
+LONG_RECORDS = 16  # that get a long response
 FORM_RECORDS = 8  # on which all forms of an answer are tried
 MOST_SECONDS = 10.0  # of a call, below the run's own limit
 CHARACTERS_PER_TOKEN = 4
@@ -141,10 +142,8 @@ def blind_policies(subject: Subject, drawn: Sequence[Drawn]) -> list[Policy]:
     """Return policies that need no answer."""
     characters = subject.config.rollout.sampling.max_new_tokens * CHARACTERS_PER_TOKEN
     characters = min(characters, LONGEST_REPETITION)
-    repeated = []
-    for number in range(len(drawn)):
-        unit = UNITS[number % len(UNITS)]
-        repeated.append(unit * (characters // len(unit)))
+    repeated: list[str | None] = [unit * (characters // len(unit)) for unit in UNITS]
+    repeated += [None] * (len(drawn) - len(repeated))  # long texts are slow to score: each once
     judge = subject.config.reward.judge.prompt if subject.config.uses_judge else JUDGE
     texts: dict[str, Callable[[Record], str]] = {
         "empty": lambda record: "",
@@ -155,7 +154,11 @@ def blind_policies(subject: Subject, drawn: Sequence[Drawn]) -> list[Policy]:
     }
     policies = [Policy(name, [text(row.record) for row in drawn]) for name, text in texts.items()]
     letters = ["1ex\u00b2"[number % 4] for number in range(len(drawn))]
-    return [*policies, Policy("one character", letters), Policy("repetition to the cap", repeated)]
+    return [
+        *policies,
+        Policy("one character", letters),
+        Policy("repetition to the cap", repeated[: len(drawn)]),
+    ]
 
 
 def answer_policies(drawn: Sequence[Drawn], form: str) -> list[Policy]:
@@ -172,7 +175,8 @@ def answer_policies(drawn: Sequence[Drawn], form: str) -> list[Policy]:
         Policy("format only", [in_form(form, "") for _ in texts]),
     ]
     if len(distinct) > 2:
-        policies.append(Policy("all answers", [_all_answers(form, distinct, text) for text in texts]))
+        some = [_all_answers(form, distinct, text) for text in texts[:LONG_RECORDS]]
+        policies.append(Policy("all answers", [*some, *[None] * (len(texts) - len(some))]))
     alike = [None if text is None else in_form(form, look_alike(text)) for text in texts]
     policies.append(Policy("look-alikes", alike, knows=True))
     return [*policies, *_notation_policies(form, texts)]
