@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from controller.config.training import count_noun
-from controller.data.data_files import data_folder, is_on_disk
 from workers.errors import without_control
 
 FILE = "certificate.json"
@@ -40,9 +39,13 @@ class Certificate:
 
 
 def certificate_file(paths: Iterable[str]) -> Path | None:
-    """Return where the certificate of data sets lies: beside the first on this machine's disk."""
-    path = next(filter(is_on_disk, paths), None)
-    return None if path is None else data_folder(path) / FILE
+    """Return where the certificate of data sets lies: beside the first file, or in the first folder."""
+    for path in paths:
+        name, _, split = path.rpartition("@")
+        for place in (path, name if split else ""):
+            if place and Path(place).exists():
+                return (Path(place) if Path(place).is_dir() else Path(place).parent) / FILE
+    return None
 
 
 def read_certificate(paths: Iterable[str]) -> Certificate | None:
