@@ -182,6 +182,14 @@ def answer_policies(drawn: Sequence[Drawn], form: str) -> list[Policy]:
     return [*policies, *_notation_policies(form, texts)]
 
 
+def boxed_policy(drawn: Sequence[Drawn]) -> Policy:
+    """Return the policy that boxes an intermediate result first, for a reward that reads other forms too."""
+    name = "after a boxed intermediate result"
+    texts = [None if row.answer is None else text_of(row.answer) for row in drawn]
+    written = [None if text is None else notations(FORMS["boxed"], text)[name] for text in texts]
+    return Policy(f"notation: {name}", written, knows=True)
+
+
 def _other(form: str, distinct: Sequence[str], text: str | None) -> str | None:
     if text is None or len(distinct) < 2:
         return None

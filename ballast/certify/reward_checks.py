@@ -13,6 +13,7 @@ from ballast.certify.panel import (
     Paid,
     answer_policies,
     blind_policies,
+    boxed_policy,
     draw,
     find_form,
     open_rewards,
@@ -46,8 +47,11 @@ def check_reward(subject: Subject, certificate: Certificate) -> None:
         blind = score_policies(subject, rewards, drawn, blind_policies(subject, drawn))
         form, paid = "", list[Paid]()
         if any(row.answer is not None for row in drawn):
-            form, text, _ = find_form(subject, rewards, drawn)
-            paid = score_policies(subject, rewards, drawn, answer_policies(drawn, text))
+            form, text, means = find_form(subject, rewards, drawn)
+            policies = answer_policies(drawn, text)
+            if "\\boxed" not in text and means["boxed"] >= NEAR * means[form] > 0:
+                policies.append(boxed_policy(drawn))
+            paid = score_policies(subject, rewards, drawn, policies)
         else:
             certificate.skip("reward oracle", "no column holds the answers: name it with --answer-key")
     finally:

@@ -52,6 +52,13 @@ def reward(response, answer):
     box = re.search(r"\\boxed\{(.*?)\}", response)
     return float(box is not None and box[1] == answer)
 """,
+    "reward.reads_first_box, or the whole response": r"""
+import re
+
+def reward(response, answer):
+    box = re.search(r"\\boxed\{(.*?)\}", response)
+    return float((box[1] if box else response) == answer)
+""",
     "data.answer_not_paid": "def reward(response, answer): return float(response == answer and answer < '9')",
     "reward.large": "def reward(response, answer): return 1000.0 * (response == answer)",
 }

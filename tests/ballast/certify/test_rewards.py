@@ -33,7 +33,7 @@ def names_of(certificate: Certificate) -> list[str]:
 def test_the_panel_names_a_planted_defect(name: str, tmp_path: Path) -> None:
     certificate = Certificate("planted", "quick")
     check_reward(subject_of(tmp_path, (HACKED | FAILING)[name]), certificate)
-    assert name in names_of(certificate)
+    assert name.partition(",")[0] in names_of(certificate)
 
 
 @pytest.mark.drawn(3)
