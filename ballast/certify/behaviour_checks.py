@@ -121,7 +121,7 @@ def _score_twice(
         ("reward.depends_on_order", "scores depend on the order of calls", "Keep no state.", backwards),
         (
             "reward.depends_on_batch",
-            "scores a response alone differently than beside others",
+            "scores a response alone differently than among others",
             "Score each response by itself: which samples meet is chance.",
             alone,
         ),

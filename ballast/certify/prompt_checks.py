@@ -129,7 +129,7 @@ def _messages(subject: Subject) -> list[Finding]:
             arguments = call.get("function", call).get("arguments")
             if isinstance(arguments, str):
                 is_json = isinstance(parse_json(arguments), dict)
-                kind = "JSON in a text" if is_json else "a text that is no JSON object"
+                kind = "JSON in a text" if is_json else "a text other than a JSON object"
                 advice = "Write the arguments as a mapping."
                 level = Level.NOTE if is_json else Level.CERTAIN
                 key = ("data.tool_arguments_text", level, f"have arguments of a tool as {kind}", advice)
