@@ -24,7 +24,7 @@ FEWEST = 8  # records, below which shares say nothing
 
 
 class NoPolicyError(Exception):
-    """There is no small policy, or it cannot express the records: the check is left out."""
+    """The small policy is missing, or cannot express the records: the check is left out."""
 
 
 @dataclass(frozen=True)
