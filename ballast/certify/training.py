@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from ballast.certify.certificate import Certificate
+from ballast.certify.environment.policies import answer_of
 from ballast.certify.findings import Finding, Level
 from ballast.certify.held_out import certified_answer
 from ballast.certify.small_policy import (
@@ -244,22 +245,27 @@ def training_findings(
 
 
 def exploits(samples: Sequence[Mapping[str, Any]], subject: Subject) -> list[str]:
-    """Return the samples that gained most against their first third, among those without the right answer."""
+    """Return the samples that gained most against their first third, of those without the right answer.
+
+    One sample a prompt, because a policy that found an exploit writes the same everywhere.
+    """
     answers = {str(record[subject.prompt_key]): record for record in subject.records}
     last_step = max((sample["step"] for sample in samples), default=0)
     first = [sample["reward"] for sample in samples if sample["step"] <= max(1, last_step // 3)]
     before = fmean(first) if first else 0.0
-    gains: dict[str, float] = {}
-    prompts: dict[str, str] = {}
+    best: dict[str, Mapping[str, Any]] = {}
     for sample in samples:
-        record = answers.get(str(sample["prompt"]), {})
-        answer = str(record.get(subject.answer_key, ""))
-        response = sample["response"]
-        if 3 * sample["step"] > 2 * last_step and not certified_answer(response, answer):
-            gains[response] = sample["reward"] - before
-            prompts[response] = str(sample["prompt"])
-    most = sorted(gains, key=lambda response: gains[response], reverse=True)[:SHOWN]
-    return [f"+{gains[text]:.3f} {prompts[text][-40:]!r} -> {text[:80]!r}" for text in most]
+        prompt = str(sample["prompt"])
+        answer = answer_of(answers.get(prompt, {}), subject.answer_key)
+        if 3 * sample["step"] <= 2 * last_step or certified_answer(sample["response"], answer):
+            continue
+        if prompt not in best or sample["reward"] > best[prompt]["reward"]:
+            best[prompt] = sample
+    most = sorted(best.values(), key=lambda sample: sample["reward"], reverse=True)[:SHOWN]
+    return [
+        f"+{sample['reward'] - before:.3f} {str(sample['prompt'])[-40:]!r} -> {sample['response'][:80]!r}"
+        for sample in most
+    ]
 
 
 def curve_rows(score: Curve, oracle: Curve) -> list[dict[str, Any]]:

@@ -66,8 +66,9 @@ def test_the_noise_of_a_score_follows_its_range() -> None:
 
 
 def test_an_exploit_shows_the_wrong_samples_that_gained_most() -> None:
-    samples = [sample(1, 0.2, "early")] + [sample(30, n / 10, f"wrong {n}") for n in range(10)]
+    samples = [sample(1, 0.2, "early")] + [sample(30, n / 10, f"wrong {n}", f"{n}+1=") for n in range(10)]
     samples.append(sample(30, 9.0, "2"))  # the answer of 1+1=
+    samples.append(sample(30, 0.1, "worse", "9+1="))
     lines = exploits(samples, SUBJECT)
     assert [line.split("'")[3] for line in lines] == [f"wrong {n}" for n in range(9, 4, -1)]
     assert lines[0].startswith("+0.700 ")
