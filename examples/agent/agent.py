@@ -53,7 +53,7 @@ def answer(client: OpenAI, messages: list[Any]) -> str:
             except Exception as error:
                 result = f"Error: {error}"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return messages[-1].content or ""
+    return said.content or ""
 
 
 def run(record: dict[str, Any], base_url: str | None = None, api_key: str | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_its_queries_change_nothing(database: Path, tmp_path: Path) -> None:
             agent.query(sql)
     assert database.read_bytes() == before and not (tmp_path / "new.db").exists()
     assert len(agent.query("SELECT * FROM prices").splitlines()) == agent.ROWS
+
+
+def test_a_policy_that_calls_in_every_turn_has_no_answer(database: Path) -> None:
+    call = SimpleNamespace(id="1", type="function", function=SimpleNamespace(arguments="{}"))
+    said = SimpleNamespace(content=None, tool_calls=[call])
+    answers = SimpleNamespace(choices=[SimpleNamespace(message=said)])
+    client: Any = SimpleNamespace()
+    client.chat = SimpleNamespace(completions=SimpleNamespace(create=lambda **_: answers))
+    assert agent.answer(client, data.question(*QUESTION)) == ""
 
 
 def test_the_warm_start_shows_what_the_database_says(database: Path) -> None:
