@@ -38,8 +38,7 @@ class TriedAgent:
     processes: int
 
     def new_pool(self) -> AgentPool:
-        limits = {"memory_gib": self.memory_gib, "processes": self.processes}
-        return AgentPool(self.packed, self.timeout_s, **limits)
+        return AgentPool(self.packed, self.timeout_s, memory_gib=self.memory_gib, processes=self.processes)
 
 
 @dataclass

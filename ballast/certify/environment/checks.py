@@ -221,7 +221,7 @@ def _differs(tried: TriedEnvironment, first: PlayedEpisode, other: PlayedEpisode
     opening = first.opening != other.opening
     return Finding(
         name="environment.reset_differs" if opening else "environment.steps_differ",
-        level=Level.CERTAIN if opening else "likely",
+        level=Level.CERTAIN if opening else Level.LIKELY,
         problem=f"{'reset' if opening else 'step'} answers differently in two processes, to the same record "
         f"{'' if opening else 'and the same turns'}".strip(),
         place=f"{tried.place}, record {first.record}",

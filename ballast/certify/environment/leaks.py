@@ -48,7 +48,7 @@ def leak_findings(
     return [
         Finding(
             name=f"{kind}.observation_holds_answer",
-            level=Level.CERTAIN if 2 * marked >= len(leaks) else "likely",
+            level=Level.CERTAIN if 2 * marked >= len(leaks) else Level.LIKELY,
             problem=f"what the policy reads holds the answer in {len(leaks)} of {len(by_record)} records, "
             "though the policy did not write it",
             place=f"{setting}, record {number}",

@@ -139,7 +139,7 @@ def _hack(payments: Payments, policy: str) -> Finding:
     means = payments.means
     return Finding(
         name=f"{payments.kind}.pays_without_an_answer",
-        level=Level.LIKELY if policy in payments.may_repeat else "certain",
+        level=Level.LIKELY if policy in payments.may_repeat else Level.CERTAIN,
         problem=f"{payments.place} pays the policy {policy!r} {means[policy]:.3g}, and the right answer "
         f"{means[payments.oracle]:.3g}",
         place=payments.place,

@@ -8,6 +8,7 @@ import pytest
 
 from ballast.certify.environment.checks import TriedEnvironment, check_environment
 from ballast.certify.environment.play import Rules
+from ballast.certify.findings import Level
 from examples.calculator.environment import Calculator
 from tests.ballast.certify import planted_environments as planted
 
@@ -46,6 +47,7 @@ def findings_of(environment: type, records: list[dict[str, Any]], timeout_s: flo
         max_tokens=64,
     )
     findings, _ = asyncio.run(check_environment(tried, records))
+    assert all(isinstance(finding.level, Level) for finding in findings)
     return {finding.name: finding.level for finding in findings}
 
 
