@@ -62,7 +62,9 @@ async def check_agent(tried: TriedAgent, records: Sequence[Record]) -> AgentRepo
         if report.other_routes:
             return report
         report.findings = failure_findings("agent", tried.place, report.episodes)
-        totals = totals_of(episode for episode in report.episodes if episode.observations)
+        # Without a reward of the agent, reward functions score the sample.
+        rewarded = [episode for episode in report.episodes if episode.observations and episode.done]
+        totals = totals_of(episode for episode in rewarded if episode.observations[-1].done)
         if not report.findings:
             payments = Payments("agent", tried.place, totals, best_oracle(totals))
             report.findings += payment_findings(payments)

@@ -16,6 +16,12 @@ def clean(record: dict[str, Any], base_url: str, api_key: str) -> float:
     return float(_ask(record, base_url, api_key).strip() == str(record["answer"]))
 
 
+def unpaid(record: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Give no reward: reward functions do."""
+    for _ in range(2):
+        _ask(record, base_url, api_key)
+
+
 def raises(record: dict[str, Any], base_url: str, api_key: str) -> float:
     return float(int(_ask(record, base_url, api_key)) == record["answer"])
 

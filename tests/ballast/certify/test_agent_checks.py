@@ -1,6 +1,7 @@
 """Planted defects of agents and of a package for verifiers are named as what they are."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def test_a_planted_defect_of_an_agent_is_named_alone(name: str) -> None:
     assert findings_of(cloudpickle.dumps(planted.DEFECTS[name]), RECORDS[:1]) == [name]
 
 
-def test_a_clean_agent_has_no_finding() -> None:
-    assert findings_of(cloudpickle.dumps(planted.clean), RECORDS[:2]) == []
+@pytest.mark.parametrize("agent", [planted.clean, planted.unpaid])
+def test_a_clean_agent_has_no_finding(agent: Callable[..., Any]) -> None:
+    assert findings_of(cloudpickle.dumps(agent), RECORDS[:1]) == []
 
 
 @pytest.mark.slow  # a session of verifiers takes a second
