@@ -153,7 +153,7 @@ def _group(number: int, lines: Sequence["Line"], success: str, threshold: float)
 
 
 def check_signal(subject: Subject, certificate: Certificate) -> None:
-    """Sample from the small policy of --model, or from the tiny one. With --write, write a column `difficulty`."""
+    """Sample from the policy of --model, or the tiny one. --write writes a column `difficulty`."""
     if not subject.config.rewarded:
         certificate.skip(CHECK, "the configuration has no reward")
         return
@@ -224,8 +224,8 @@ def signal_findings(signal: Signal, path: str, cap: int) -> list[Finding]:
                 Finding(
                     name=f"signal.{name}",
                     level=Level.LIKELY,
-                    problem=f"{len(numbers)} of {groups} records are {name.replace('_', ' ')} for {path}: all "
-                    f"{signal.samples} samples have the same reward",
+                    problem=f"{len(numbers)} of {groups} records are {name.replace('_', ' ')} for {path}: "
+                    f"all {signal.samples} samples have the same reward",
                     place=f"record {numbers[0]} and others",
                     advice=advice,
                     evidence=f"records {', '.join(map(str, numbers[:8]))}",

@@ -91,7 +91,7 @@ def why_unexpressed(tokenizer: Any, record: Record, prompt_key: str, answer_key:
 
 
 def _lost_characters(tokenizer: Any, text: str) -> str:
-    """Return the characters that a text loses as ids. Some tokenizers drop what others make an unknown token."""
+    """Return the characters that a text loses as ids. Some tokenizers drop unknown ones."""
 
     def restore(part: str) -> str:
         ids = tokenizer.encode(part, add_special_tokens=False)

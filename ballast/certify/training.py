@@ -128,7 +128,7 @@ def _held_out(subject: Subject, policy: SmallPolicy) -> SmallPolicy:
 
 
 def settings_of(subject: Subject, policy: SmallPolicy, held_out: SmallPolicy, folder: Path) -> dict[str, Any]:
-    """Return the settings of a small run: what plays and pays samples is the subject's, the rest fits two cores."""
+    """Return the settings of a small run. What plays and pays samples is the subject's."""
     config = subject.config
     held = [record[subject.prompt_key] for record in held_out.records]
     positions = [
@@ -188,7 +188,7 @@ def curves(
 ) -> tuple[Curve, Curve]:
     """Return score and oracle by step. prompts: held-out ones.
 
-    The noise of a difference of means over n prompts is DEVIATIONS * sqrt(2 / n) * deviation. That of the oracle
+    The noise of a difference of means over n prompts is DEVIATIONS * sqrt(2 / n) * deviation. Of the oracle it
     is at most 1/2, and that of the score at most half the range of the rewards.
     """
     steps = [row["step"] for row in validations]
@@ -227,7 +227,7 @@ def training_findings(
                 level=Level.LIKELY,
                 problem=f"neither score nor right answers rose in {STEPS} steps: {numbers}",
                 place=place,
-                advice="look at the table of signal. Without signal in its groups, a policy needs a warm start",
+                advice="look at the table of signal: groups without signal need a warm start",
                 evidence=f"a rise is more than {score.noise:.3f}, of right answers {oracle.noise:.3f}",
             )
         ]

@@ -50,40 +50,40 @@ class AgentReport:
     other_routes: list[str]
 
 
-async def check_agent(tried: TriedAgent, records: Sequence[Record]) -> AgentReport:
+async def check_agent(target: TriedAgent, records: Sequence[Record]) -> AgentReport:
     chosen = spread(records, RECORDS)
-    pool = tried.new_pool()
+    pool = target.new_pool()
     report = AgentReport([], [], [])
     try:
         for number, record in chosen:
             silent = [policy for policy in panel(64) if policy.name in POLICIES]
-            for policy in [*silent, *oracles(record, tried.answer_key)]:
-                report.episodes.append(await _play(tried, pool, number, record, policy, report))
+            for policy in [*silent, *oracles(record, target.answer_key)]:
+                report.episodes.append(await _play(target, pool, number, record, policy, report))
         if report.other_routes:
             return report
-        report.findings = failure_findings("agent", tried.place, report.episodes)
+        report.findings = failure_findings("agent", target.place, report.episodes)
         # Without a reward of the agent, reward functions score the sample.
         rewarded = [episode for episode in report.episodes if episode.observations and episode.done]
         totals = totals_of(episode for episode in rewarded if episode.observations[-1].done)
         if not report.findings:
-            payments = Payments("agent", tried.place, totals, best_oracle(totals))
+            payments = Payments("agent", target.place, totals, best_oracle(totals))
             report.findings += payment_findings(payments)
             report.findings += leak_findings(
-                "agent", tried.place, tried.prompt_key, tried.answer_key, chosen, report.episodes
+                "agent", target.place, target.prompt_key, target.answer_key, chosen, report.episodes
             )
         if not report.findings:
-            report.findings += await _repeat(tried, pool, chosen, report)
+            report.findings += await _repeat(target, pool, chosen, report)
     finally:
         await pool.stop()
     return report
 
 
 async def _play(
-    tried: TriedAgent, pool: AgentPool, number: int, record: Record, policy: Policy, report: AgentReport
+    target: TriedAgent, pool: AgentPool, number: int, record: Record, policy: Policy, report: AgentReport
 ) -> PlayedEpisode:
     """Play a session. An agent's reward stands in the last observation, none without a reward."""
     played = PlayedEpisode(number, policy.name)
-    script = Script(policy, tried.max_turns)
+    script = Script(policy, target.max_turns)
     score = None
     with serving(script) as url:
         try:
@@ -92,41 +92,43 @@ async def _play(
         except EpisodeError as error:
             played.failure = "" if script.too_many else str(error)
     report.other_routes.extend(script.other_routes)
-    played.opening = script.shown[0] if script.shown else ""
-    played.observations = [Observation(text) for text in script.shown[1:]]
+    played.opening = script.texts[0] if script.texts else ""
+    played.observations = [Observation(text) for text in script.texts[1:]]
     if score is not None:
         played.observations.append(Observation(reward=score.reward, done=True))
     return played
 
 
 async def _repeat(
-    tried: TriedAgent, pool: AgentPool, chosen: Sequence[tuple[int, Record]], report: AgentReport
+    target: TriedAgent, pool: AgentPool, chosen: Sequence[tuple[int, Record]], report: AgentReport
 ) -> list[Finding]:
     """Play sessions of the first records again, alone and at once."""
     policy = Policy("a word", constant("stone"))
     cases = list(chosen[:2])
-    alone = [await _play(tried, pool, *case, policy, report) for case in cases]
-    again = [await _play(tried, pool, *case, policy, report) for case in cases]
-    for first, other in zip(alone, again, strict=True):
-        if first.trace != other.trace:
-            return [_finding(tried, first, other, at_once=False)]
-    together = await asyncio.gather(*(_play(tried, pool, *case, policy, report) for case in [*cases, *cases]))
-    for first, other in zip([*alone, *alone], together, strict=True):
-        if first.trace != other.trace:
-            return [_finding(tried, first, other, at_once=True)]
+    alone = [await _play(target, pool, *case, policy, report) for case in cases]
+    again = [await _play(target, pool, *case, policy, report) for case in cases]
+    for first, repeat in zip(alone, again, strict=True):
+        if first.trace != repeat.trace:
+            return [_finding(target, first, repeat, at_once=False)]
+    together = await asyncio.gather(
+        *(_play(target, pool, *case, policy, report) for case in [*cases, *cases])
+    )
+    for first, repeat in zip([*alone, *alone], together, strict=True):
+        if first.trace != repeat.trace:
+            return [_finding(target, first, repeat, at_once=True)]
     return []
 
 
-def _finding(tried: TriedAgent, first: PlayedEpisode, other: PlayedEpisode, *, at_once: bool) -> Finding:
+def _finding(target: TriedAgent, first: PlayedEpisode, repeat: PlayedEpisode, *, at_once: bool) -> Finding:
     return Finding(
         name="agent.episodes_share_state" if at_once else "agent.not_repeatable",
         level=Level.CERTAIN if at_once else Level.LIKELY,
         problem="a session differs when others are played at the same time"
         if at_once
         else "two sessions of the same record and the same policy differ",
-        place=f"{tried.place}, record {first.record}",
+        place=f"{target.place}, record {first.record}",
         advice="give each session its own files, ports and tables"
         if at_once
         else "take randomness from the record: responses of a group are compared as answers to one task",
-        evidence=f"{first.trace!r:.100}, then {other.trace!r:.100}",
+        evidence=f"{first.trace!r:.100}, then {repeat.trace!r:.100}",
     )

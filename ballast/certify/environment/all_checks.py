@@ -42,7 +42,7 @@ def check_environments(subject: Subject, certificate: Certificate) -> None:
 
 def _check_environment(subject: Subject, certificate: Certificate) -> None:
     config = subject.config
-    tried = TriedEnvironment(
+    target = TriedEnvironment(
         subject.environment,
         f"rollout.environment={config.rollout.environment}",
         Rules(subject.prompt_key, config.rollout.max_turns),
@@ -51,7 +51,7 @@ def _check_environment(subject: Subject, certificate: Certificate) -> None:
         config.rollout.sampling.max_new_tokens,
         config.longest_response,
     )
-    findings, episodes = asyncio.run(check_environment(tried, subject.records))
+    findings, episodes = asyncio.run(check_environment(target, subject.records))
     certificate.add(*findings)
     _cover(certificate, "environment", subject, episodes, f"{REPEATED} records again, alone and interleaved")
 
@@ -60,7 +60,7 @@ def _check_agent(subject: Subject, certificate: Certificate) -> None:
     rollout = subject.config.rollout
     value = rollout.environment or rollout.agent or rollout.agent_command
     key = next(name for name in ("environment", "agent", "agent_command") if getattr(rollout, name) == value)
-    tried = TriedAgent(
+    target = TriedAgent(
         subject.agent or rollout.agent_command,
         f"rollout.{key}={value}",
         subject.prompt_key,
@@ -70,7 +70,7 @@ def _check_agent(subject: Subject, certificate: Certificate) -> None:
         rollout.agent_memory_gib,
         rollout.agent_processes,
     )
-    report = asyncio.run(check_agent(tried, subject.records))
+    report = asyncio.run(check_agent(target, subject.records))
     if report.other_routes:
         route = report.other_routes[0]
         certificate.skip(CHECK, f"the agent calls {route}, and the panel serves chat completions alone")
@@ -82,11 +82,11 @@ def _check_agent(subject: Subject, certificate: Certificate) -> None:
 def _check_tools(subject: Subject, certificate: Certificate) -> None:
     config = subject.config
     rollout = config.rollout
-    tried = TriedTools(
+    target = TriedTools(
         subject.tools, config.reward.timeout_s, rollout.max_tool_calls, rollout.max_tool_characters
     )
     texts = [as_text(record[subject.prompt_key]) for record in subject.records[:3]]
-    findings, calls = asyncio.run(check_tools(tried, texts))
+    findings, calls = asyncio.run(check_tools(target, texts))
     certificate.add(*findings)
     certificate.add_coverage("tools", f"{calls} calls of {len(subject.tools.schemas)} tools", "not their use")
 

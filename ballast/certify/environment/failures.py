@@ -71,7 +71,8 @@ def failure_findings(kind: str, place: str, episodes: Sequence[PlayedEpisode]) -
             Finding(
                 name=f"{kind}.{name}",
                 level=Level.CERTAIN,
-                problem=f"{place} {problem} in {len(failed)} of {len(episodes)} episodes, of policies {policies}",
+                problem=f"{place} {problem} in {len(failed)} of {len(episodes)} episodes "
+                f"of policies {policies}",
                 place=f"{place}, record {first.record}",
                 advice=advice,
                 evidence=first.failure,

@@ -1,4 +1,4 @@
-"""Checks of a judge without its model: is the question about the record, and is the answer read as it is meant?
+"""Checks of a judge without its model: is the question about the record, is the answer read rightly?
 
 question of another response, another record --> do they differ?
 answers a judge may give --reward.judge.parser in a process--> grades --> findings

@@ -26,12 +26,12 @@ def leak_findings(
     knowing = {policy.name for policy in panel(1) if policy.may_know}
     for episode in episodes:
         if episode.policy not in knowing and not episode.policy.startswith("oracle,"):
-            by_record.setdefault(episode.record, []).extend(episode.shown)
+            by_record.setdefault(episode.record, []).extend(episode.texts)
     leaks = []
     chance = 0
     marked = 0
-    for number, shown in by_record.items():
-        text = "\n".join(shown)
+    for number, texts in by_record.items():
+        text = "\n".join(texts)
         answer = answers[number]
         if not answer or _holds(prompts[number], answer):
             continue

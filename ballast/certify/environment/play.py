@@ -44,7 +44,7 @@ class PlayedEpisode:
         return [self.opening, *steps, self.failure]
 
     @property
-    def shown(self) -> list[str]:
+    def texts(self) -> list[str]:
         """Texts that the policy reads. The last observation of an episode that is over is not read."""
         observations = self.observations[:-1] if self.done else self.observations
         return [self.opening, *(as_text(seen.text) for seen in observations)]
@@ -103,10 +103,10 @@ class EpisodePlayer:
     def _answer(self) -> Turn:
         played = self.played
         if played.observations:
-            shown = as_text(played.observations[-1].text)
+            text = as_text(played.observations[-1].text)
         else:
-            shown = as_text(self._record[self._rules.prompt_key]) + played.opening
-        return self._policy.answer(Position(shown, len(played.observations)))
+            text = as_text(self._record[self._rules.prompt_key]) + played.opening
+        return self._policy.answer(Position(text, len(played.observations)))
 
 
 async def play_one(

@@ -27,9 +27,9 @@ Answer = Callable[["Position"], Turn]
 
 @dataclass(frozen=True)
 class Position:
-    """What a policy reads at its turn. shown: the prompt, later the last observation. turn: from 0."""
+    """What a policy reads at its turn. text: the prompt, later the last observation. turn: from 0."""
 
-    shown: str
+    text: str
     turn: int
 
 
@@ -48,7 +48,7 @@ def panel(max_new_tokens: int) -> list[Policy]:
     return [
         Policy("empty", lambda position: turn_of("")),
         Policy(RANDOM, _random_words),
-        Policy("repeat what was shown", lambda position: turn_of(position.shown), may_know=True),
+        Policy("repeat what was shown", lambda position: turn_of(position.text), may_know=True),
         Policy("a call that cannot be read", lambda position: _broken_call()),
         Policy("a call of an unknown tool", lambda position: _unknown_call(position.turn)),
         Policy("odd characters", lambda position: turn_of(ODD)),

@@ -1,6 +1,6 @@
 """A policy without a model behind an HTTP address, for agents: OpenAI's chat completions, no other route.
 
-agent --POST /v1/chat/completions--> Script: what the policy writes next --> a whole answer, or one as a stream
+agent --POST /v1/chat/completions--> Script: the policy's next turn --> a whole answer, or a stream
 """
 
 import json
@@ -24,7 +24,7 @@ class Script:
 
     policy: Policy
     max_turns: int
-    shown: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     other_routes: list[str] = field(default_factory=list)
     too_many: int = 0
     lock: Lock = field(default_factory=Lock)
@@ -32,11 +32,11 @@ class Script:
     def answer(self, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the assistant's message, or None after the last turn."""
         with self.lock:
-            if len(self.shown) >= self.max_turns:
+            if len(self.texts) >= self.max_turns:
                 self.too_many += 1
                 return None
-            position = Position(as_text(messages[-1:]), len(self.shown))
-            self.shown.append(as_text(messages if not self.shown else messages[-1:]))
+            position = Position(as_text(messages[-1:]), len(self.texts))
+            self.texts.append(as_text(messages if not self.texts else messages[-1:]))
         turn = self.policy.answer(position)
         message: dict[str, Any] = {"role": "assistant", "content": turn.content or turn.text}
         if turn.tool_calls:

@@ -2,7 +2,7 @@
 
     schema --arguments--> good and bad calls --ToolPool--> results --> findings
 
-Ballast answers malformed calls and exceptions itself, so what is left are tools that end or hold up their process,
+Ballast answers malformed calls and exceptions itself. Left are tools that end or hold up their process,
 that fail on good arguments, that remember, or that run what the policy writes.
 """
 
@@ -48,27 +48,27 @@ class TriedTools:
         return [schema["function"] for schema in self.tools.schemas]
 
 
-async def check_tools(tried: TriedTools, texts: Sequence[str]) -> tuple[list[Finding], int]:
+async def check_tools(target: TriedTools, texts: Sequence[str]) -> tuple[list[Finding], int]:
     """Return the findings, and how many calls were made. texts: prompts, whose words are arguments."""
-    caller = Caller(tried, tried.new_pool())
-    other = Caller(tried, tried.new_pool())
+    caller = Caller(target, target.new_pool())
+    second = Caller(target, target.new_pool())
     findings = []
     try:
-        for function in tried.functions:
-            findings += await _check_tool(caller, other, function, texts)
+        for function in target.functions:
+            findings += await _check_tool(caller, second, function, texts)
     finally:
         await caller.pool.stop()
-        await other.pool.stop()
-    return findings, caller.calls + other.calls
+        await second.pool.stop()
+    return findings, caller.calls + second.calls
 
 
 class Caller:
     """Calls tools as a policy does."""
 
-    def __init__(self, tried: TriedTools, pool: ToolPool) -> None:
+    def __init__(self, target: TriedTools, pool: ToolPool) -> None:
         self.pool = pool
         self.calls = 0
-        self._schemas = tried.tools.schemas
+        self._schemas = target.tools.schemas
 
     async def call(self, name: str, arguments: Any) -> str:
         """Return the content of the message that answers a call."""
@@ -80,7 +80,7 @@ class Caller:
 
 
 async def _check_tool(
-    caller: Caller, other: Caller, function: Mapping[str, Any], texts: Sequence[str]
+    caller: Caller, second: Caller, function: Mapping[str, Any], texts: Sequence[str]
 ) -> list[Finding]:
     """Return what is wrong with a tool: the first thing, because others follow from it."""
     name = function["name"]
@@ -94,7 +94,7 @@ async def _check_tool(
         return [finding]
     if finding := _fails(name, good, results):
         return [finding]
-    if finding := await _remembers(caller, other, name, good, results):
+    if finding := await _remembers(caller, second, name, good, results):
         return [finding]
     for arguments in _bad_arguments(function, good[0]):
         result = await caller.call(name, arguments)
@@ -170,11 +170,11 @@ def _fails(name: str, good: Sequence[Any], results: Sequence[str]) -> Finding | 
 
 
 async def _remembers(
-    caller: Caller, other: Caller, name: str, good: Sequence[Any], results: Sequence[str]
+    caller: Caller, second: Caller, name: str, good: Sequence[Any], results: Sequence[str]
 ) -> Finding | None:
     """Name a tool whose result follows from earlier calls, or from chance."""
     again = await caller.call(name, good[0])
-    fresh = await other.call(name, good[0])
+    fresh = await second.call(name, good[0])
     if again == results[0] == fresh:
         return None
     by_chance = fresh != results[0]
