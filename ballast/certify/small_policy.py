@@ -24,7 +24,7 @@ FEWEST = 8  # records, below which shares say nothing
 
 
 class NoPolicyError(Exception):
-    """The small policy is missing, or cannot express the records: the check is left out."""
+    """The check is left out: a small policy is missing, or cannot express the records."""
 
 
 @dataclass(frozen=True)

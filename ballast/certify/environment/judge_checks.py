@@ -53,7 +53,7 @@ def _check_questions(config: Config, records: Sequence[Record]) -> list[Finding]
 
 
 def _check_parser(config: Config, parser: RewardFunction, record: Record) -> list[Finding]:
-    """Read answers by the parser. It may read another form, so refused answers are not a finding."""
+    """Read answers by the parser. It may read another form: answers that it refuses are not findings."""
     settings = config.reward.judge
     low, high = settings.min_grade, settings.max_grade
     readings = [Reading(f"It is fair. [[{grade:g}]]", grade) for grade in (low, (low + high) // 2, high)]
