@@ -9,7 +9,7 @@ are properties.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -306,7 +306,8 @@ def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) ->
 
 def to_yaml(config: TrainingConfig) -> str:
     """Write the configuration as YAML that `load` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    # Of values alone: nodes of a schema with their types took twice the time.
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def changed_yaml(config: TrainingConfig) -> str:
