@@ -36,6 +36,9 @@ LONG = (
     "tests/workers/rollout/test_engine_actor.py",
 )
 
+REAL_TRIALS = ("tests/workers/", "tests/end_to_end/")
+"""Folders whose trials of users' code are new interpreters, as users have them."""
+
 RUNS_ALWAYS = ("test_whole_loop", "test_first_hour")
 RUNS_DRAWN = 1
 """Files of whole runs, each a minute or two of both cores."""
@@ -141,6 +144,18 @@ def one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             1
         )  # a first test may have imported it and let a rank set the count
         monkeypatch.setattr(sys.modules["torch"], "set_num_threads", lambda count: None)
+
+
+@pytest.fixture(autouse=True)
+def trials_are_forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork trials of users' code, except in tests of processes themselves and in whole runs.
+
+    See tests/trial_processes.py.
+    """
+    if "workers.user_code.process" in sys.modules and not request.node.nodeid.startswith(REAL_TRIALS):
+        from tests.trial_processes import fork_trials
+
+        fork_trials(monkeypatch)
 
 
 @pytest.fixture(scope="module", autouse=True)

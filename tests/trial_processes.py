@@ -1,0 +1,100 @@
+"""Trials of users' code in forks of one process that has imported torch and transformers.
+
+    UserProcess --fork_trials--> ForkedProcess --arguments, descriptors--> fork server --> a fork runs `main`
+
+A new interpreter imports both for 1.5 to 3 CPU seconds, hundreds of times in the tests of runs. The fork server
+imports none of our modules, since trials look at which of them users' code brings. tests/workers starts real ones.
+"""
+
+import os
+import subprocess
+import sys
+import traceback
+from multiprocessing import connection, forkserver
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.user_code import process
+
+TRIALS = ("workers.trials:", "workers.math_answers:")
+IMPORTED = ["numpy", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "jinja2.sandbox"]
+IMPORTED += ["transformers.utils.chat_template_utils", "transformers.modeling_utils", "peft", "math_verify"]
+SERVER = forkserver.ForkServer()
+SERVER.set_forkserver_preload(IMPORTED)
+
+
+class ForkedProcess:
+    """What `UserProcess` uses of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], pass_fds: list[int], env: dict[str, str], **_: Any) -> None:
+        outputs, output = os.pipe()
+        errors, error = os.pipe()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONHASHSEED", env["PYTHONHASHSEED"])
+            self._status, request = SERVER.connect_to_new_process([*pass_fds, output, error])
+        os.close(output)
+        os.close(error)
+        self.stdout = os.fdopen(outputs, "rb")
+        self.stderr = os.fdopen(errors, "rb")
+        *_, target, _ = command
+        with os.fdopen(request, "wb") as file:
+            file.write(ForkingPickler.dumps({"sys_path": ["", *env["PYTHONPATH"].split(os.pathsep)]}))
+            file.write(ForkingPickler.dumps(Trial(target, env, os.getcwd())))
+        self.pid = forkserver.read_signed(self._status)
+        self._exit_code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._exit_code is None:
+            if not connection.wait([self._status], timeout):
+                raise subprocess.TimeoutExpired("a trial", timeout or 0.0)
+            self._exit_code = forkserver.read_signed(self._status)
+            os.close(self._status)
+        return self._exit_code
+
+
+class Trial:
+    """Run `workers.user_code.process.main` in the fork, as `multiprocessing` runs a process there."""
+
+    def __init__(self, target: str, environment: dict[str, str], folder: str) -> None:
+        self._target = target
+        self._environment = environment
+        self._folder = folder
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        descriptor, output, error = forkserver.get_inherited_fds()
+        os.setsid()
+        os.chdir(self._folder)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.dup2(output, 1)
+        os.dup2(error, 2)
+        os.close(output)
+        os.close(error)
+        sys.argv = ["-c", self._target, str(descriptor)]
+        try:
+            process.main()
+        except SystemExit as exit_:
+            return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return 0
+
+
+def start_process(command: list[str], **options: Any) -> Any:
+    is_trial = command[-2].startswith(TRIALS)
+    return (ForkedProcess if is_trial else subprocess.Popen)(command, **options)
+
+
+STARTING = SimpleNamespace(**(vars(subprocess) | {"Popen": start_process}))
+
+
+def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trials be forks until the test ends. Other processes of users' code start as ever."""
+    monkeypatch.setattr(process, "subprocess", STARTING)
