@@ -52,6 +52,7 @@ RAY_FILES: set[Path] = set()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every case of tests that draw some of theirs")
     parser.addoption("--draw", default=None, help="seed of the drawn cases (the commit's hash)")
+    parser.addoption("--shuffle", default=None, help="seed of a random order of files, and inside files")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -80,7 +81,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_cases_to_slow(items, draw_seed(config))
         leave_runs_to_slow(items, draw_seed(config))
     RAY_FILES.update(item.path for item in items if uses_ray_session(item))
+    if config.getoption("--shuffle"):
+        shuffle_items(items, config.getoption("--shuffle"))
+        return
     items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path not in RAY_FILES))
+
+
+def shuffle_items(items: list[pytest.Item], seed: str) -> None:
+    """Put files in a random order, and the tests of each file, so that no test can depend on another."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    shuffled = list(files.values())
+    generator = random.Random(seed)
+    generator.shuffle(shuffled)
+    for tests in shuffled:
+        generator.shuffle(tests)
+    items[:] = [item for tests in shuffled for item in tests]
 
 
 def pytest_collection_finish() -> None:

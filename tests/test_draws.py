@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RUNS_ALWAYS, RUNS_DRAWN, leave_cases_to_slow, leave_runs_to_slow
+from tests.conftest import RUNS_ALWAYS, RUNS_DRAWN, leave_cases_to_slow, leave_runs_to_slow, shuffle_items
 
 
 class Case:
@@ -62,3 +62,17 @@ def test_some_files_of_whole_runs_are_drawn_and_others_always_run(seed: str) -> 
     assert len(quick(cases)) == len(RUNS_ALWAYS) + RUNS_DRAWN
     assert all(any(name in nodeid for nodeid in quick(cases)) for name in RUNS_ALWAYS)
     assert quick(others)
+
+
+def test_a_seed_shuffles_files_and_tests_inside_files_and_keeps_files_whole() -> None:
+    names = [f"tests/test_{file}.py::test_{number}" for file in range(5) for number in range(5)]
+    orders = []
+    for seed in ("a", "a", "b"):
+        cases: list[Any] = [Case(name) for name in names]
+        shuffle_items(cases, seed)
+        orders.append([case.nodeid for case in cases])
+        assert sorted(orders[-1]) == names
+        files = [case.path for case in cases]
+        assert all(len(set(files[start : start + 5])) == 1 for start in range(0, 25, 5))
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != names
