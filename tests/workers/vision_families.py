@@ -38,6 +38,13 @@ TOWER = {
     "num_attention_heads": 4,
 }  # of a ViT
 MERGING = {"num_heads": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}  # of a Qwen or GLM tower
+GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 SIZES = ((84, 56), (56, 112), (64, 64))  # of `pictures`, width and height
 EXACT = (
     "qwen2_vl",
@@ -56,6 +63,7 @@ PLACEHOLDERS = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "idefics3": "<image>",
     "smolvlm": "<image>",
@@ -147,6 +155,12 @@ def _qwen(family: str) -> Built:
         classes = hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor
         tower = {"depth": 2, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    elif family == "qwen3_5":
+        classes = hf.Qwen3_5Config, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
+        tower = {"depth": 2, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
+        tower |= {"num_position_embeddings": 64}
+        rope |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text, patch = _text(tokenizer, **GATED_DELTA, head_dim=32), 16
     else:
         classes = hf.Qwen3VLConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
         tower = {"depth": 3, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 64}
@@ -326,7 +340,7 @@ def _pixtral(family: str) -> Built:
 
 
 BUILDERS: dict[str, Callable[[str], Built]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _qwen),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), _qwen),
     **dict.fromkeys(("idefics3", "smolvlm"), _idefics3),
     **dict.fromkeys(("pixtral", "mistral3"), _pixtral),
     "gemma3": _gemma3,

@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.refusals import refused
 from tests.workers.model.cases import Way, way
 from tests.workers.model.exact import whole_gradients
+from tests.workers.model.float64 import compute_states_in_float64
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import VOCABULARY, compute_in_float64, relative_error, save_tiny_model
 from tests.workers.vision_families import EXACT, PLACEHOLDERS, pictures
@@ -40,6 +41,7 @@ from workers.model.vision.processor import load_placeholders
 
 TOWERS = ("model.visual.", "model.vision", "model.connector.", "model.multi_modal_projector.")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "idefics3")
+WITH_STATES = "qwen3_5"
 TOLERANCE = 1e-6
 # Texts with I for an image, and which images. The first three share a prompt, the fourth has another image of
 # its size.
@@ -86,7 +88,7 @@ def reference(family: str, path: Path) -> tuple[float, dict[str, Tensor], list[T
     """Loss, gradients, and log-probs by transformers' whole model and processor."""
     processor = AutoProcessor.from_pretrained(path)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
-    compute_in_float64(model)
+    keep_float64(family, model)
     batch, found, losses = samples(family, path), [], []
     for index, (text, chosen) in enumerate(SAMPLES):
         text = text.replace("I", PLACEHOLDERS[family])
@@ -105,6 +107,13 @@ def reference(family: str, path: Path) -> tuple[float, dict[str, Tensor], list[T
     return loss.item(), gradients, found
 
 
+def keep_float64(family: str, model: Any) -> None:
+    if family == WITH_STATES:
+        compute_states_in_float64(model)
+    else:
+        compute_in_float64(model)
+
+
 def rows_of(dp: int, rank: int) -> list[int]:
     return list(range(len(SAMPLES)))[rank::dp][::-1]
 
@@ -116,7 +125,7 @@ def build(path: str, parallel: ParallelConfig | None = None, **settings: Any) ->
     )
     engine = TrainingEngine(model, optimizer=optimizer, total_steps=9, device="cpu", parallel=parallel)
     if model.dtype == "float64":
-        compute_in_float64(engine.module.model)
+        keep_float64(engine.module.model.config.model_type, engine.module.model)
     return engine
 
 
@@ -161,6 +170,7 @@ WAYS = {
 OTHERS = sorted(set(EXACT) - set(FAMILIES))
 CASES = [(family, text) for text in WAYS for family in FAMILIES if (family, text) != ("qwen3_vl", "pp 2")]
 CASES += [(family, "dp 1, shared") for family in OTHERS]
+CASES += [(WITH_STATES, text) for text in ("dp 2", "ulysses 2", "ring 2", "tp 2", "pp 2")]
 
 
 @pytest.mark.drawn(6)
@@ -169,7 +179,7 @@ def test_images_are_learned_as_one_sequence_at_a_time_does(
     ranks: RankPool, vision_model: Callable[[str], Path], family: str, text: str
 ):
     path, on = vision_model(family), way(text)
-    settings = WAYS[text]
+    settings = WAYS[text] | ({"share_prefixes": "auto"} if family == WITH_STATES else {})
     loss, gradients, log_probs = reference(family, path)
     if "train_vision" not in settings:
         gradients = {name: each for name, each in gradients.items() if not name.startswith(TOWERS)}
