@@ -64,11 +64,12 @@ SHARED_WIDTH_MODELS = frozenset({"llama4", "llama4_text"})
 class LayerCounts:
     """Counts of one layer.
 
-    kind: see `layer_kinds`. weights: that a token's products read. products: multiplications of a token with
-    the layer's state. squared: FLOPs per squared token, causal, if the layer sees all. window: tokens that
-    it looks back, 0 for all. head: size of an attention head, 0 without one or with latent attention. kv,
-    state: numbers that an engine keeps of a token, and of a sequence. exchanged, exchanged_in_ring: numbers
-    of a token that context-parallel ranks send. expert: weights of one expert, or 0.
+    kind: see `layer_kinds`. weights: that a token's products read, of them state_weights in the module with a
+    state. products: multiplications of a token with the layer's state. squared: FLOPs per squared token,
+    causal, if the layer sees all. window: tokens that it looks back, 0 for all. head: size of an attention
+    head, 0 without one or with latent attention. kv, state: numbers that an engine keeps of a token, and of a
+    sequence. exchanged, exchanged_in_ring: numbers of a token that context-parallel ranks send. expert:
+    weights of one expert, or 0.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class LayerCounts:
     head: int = 0
     kv: int = 0
     state: int = 0
+    state_weights: float = 0
     exchanged: int = 0
     exchanged_in_ring: int = 0
     expert: float = 0
@@ -152,6 +154,7 @@ def _mix(fields: Fields, kind: str, shares: bool, *, needed: bool) -> LayerCount
         weights=attention.weights + state.weights,
         products=state.products,
         state=state.state,
+        state_weights=state.weights,
         window=_window(fields, kind),
     )
 

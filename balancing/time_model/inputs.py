@@ -30,7 +30,8 @@ class ModelShape:
     experts: number, of which a token uses experts_active. expert_parameters: weights of all experts.
     attention: forward FLOPs per squared token, as far as `windows` see it. kv: numbers that a token keeps in
     an engine. kv_windows: (tokens, numbers of each of the last ones) of layers with a window. state: numbers
-    that a sequence keeps. kv_share: kv heads over heads. trained: parameters with a gradient.
+    that a sequence keeps. state_parameters: weights of all modules with a state. kv_share: kv heads over heads.
+    trained: parameters with a gradient.
     """
 
     layers: int
@@ -44,6 +45,7 @@ class ModelShape:
     windows: tuple[Window, ...] = ()
     kv_windows: tuple[tuple[int, int], ...] = ()
     state: int = 0
+    state_parameters: float = 0.0
     experts: int = 1
     experts_active: int = 1
     expert_parameters: float = 0.0
@@ -79,6 +81,7 @@ class ModelShape:
             windows=attention_windows(layers),
             kv_windows=_kv_windows(layers),
             state=sum(layer.state for layer in layers),
+            state_parameters=float(sum(layer.state_weights for layer in layers)),
             kv_share=key_value_heads(fields, heads) / heads,
         )
         expert = sum(layer.expert for layer in layers)

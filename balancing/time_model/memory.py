@@ -40,15 +40,16 @@ def training_gib(shape: ModelShape, layout: Layout, needs: Needs) -> tuple[float
     words = shape.vocabulary * shape.hidden
     sharded = layout.dp * layout.cp / layout.replicate
     trained = shape.trained_share * needs.trained
-    resident = held / sharded * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
+    # Ranks of tensor parallelism gather a module with a state whole, and keep their shards of it.
+    kept = held - shape.state_parameters * (1 - 1 / layout.tp) / layout.pp
+    resident = kept / sharded * (KEPT * trained + FROZEN * (needs.frozen + needs.trained - trained))
     layers = shape.layers / layout.pp
     layer = max(0.0, held - 2 * words / layout.tp / layout.pp) / layers
     size = layout.bytes
     gathered = 2 * layer if layout.reshard_after_forward else held
     passing = size * (gathered + 2.5 * words / layout.tp) + 8 * needs.chunk * shape.vocabulary / layout.tp
-    gradients = 4 * layer + 4 * held * shape.trained_share / (
-        1 if layout.defer_gradient_reduction else sharded
-    )
+    whole_gradients = held if layout.defer_gradient_reduction else kept / sharded
+    gradients = 4 * layer + 4 * whole_gradients * shape.trained_share
     width = (shape.active - words) / shape.layers / shape.hidden  # of all products of a layer
     token = layout.max_tokens * shape.hidden * size
     layer_activations = ACTIVATIONS * width * token / shape.hidden / layout.tp

@@ -157,9 +157,10 @@ def _passes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
 
 
 def held_parameters(shape: ModelShape, layout: Layout) -> float:
-    """Return the parameters that a rank gathers, layer by layer, in a pass."""
-    dense = shape.parameters - shape.expert_parameters
-    return (dense / layout.tp + shape.expert_parameters / max(layout.tp, layout.ep)) / layout.pp
+    """Return the parameters that a rank gathers, layer by layer, in a pass: modules with a state whole."""
+    dense = shape.parameters - shape.expert_parameters - shape.state_parameters
+    experts = shape.expert_parameters / max(layout.tp, layout.ep)
+    return (dense / layout.tp + experts + shape.state_parameters) / layout.pp
 
 
 def _collectives(

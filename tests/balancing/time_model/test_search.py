@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from balancing.time_model import Efficiency, Layout, ModelShape, Workload, machine_named
 from balancing.time_model.memory import Needs, engine_holds, training_gib
 from balancing.time_model.search import Problem, best_layouts, engine_halves, training_halves
+from balancing.time_model.training import held_parameters
+from tests.balancing.published_models import QWEN3_5_9B
 
 SEVEN = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
 SEVEN |= {"num_key_value_heads": 4, "vocab_size": 152_064}
@@ -43,6 +45,17 @@ MEASURED = [
 """Model, layout, recomputed share, and GiB of an update by controller.preflight.memory.measure,
 torch 2.13.
 """
+
+
+def test_ranks_of_tensor_parallelism_gather_modules_with_a_state_whole_and_keep_shards():
+    shape = ModelShape.from_model_config(QWEN3_5_9B)
+    alone, pairs = (Layout(dp=8), Layout(dp=4, tp=2))
+    # in_proj_qkv, z, a, b and out_proj of 24 layers: (8192 + 4096 + 2 * 32 + 4096) * 4096 weights.
+    assert shape.state_parameters == 24 * (8192 + 4096 + 64 + 4096) * 4096
+    matrices = shape.parameters - shape.state_parameters
+    assert held_parameters(shape, pairs) == matrices / 2 + shape.state_parameters
+    residents = [training_gib(shape, layout, Needs())[0] for layout in (alone, pairs)]
+    assert residents[1] == pytest.approx(residents[0])
 
 
 @pytest.mark.parametrize(("model", "degrees", "recomputed", "measured"), MEASURED)
