@@ -88,7 +88,7 @@ def _of_mini_batches(
 
 
 def named(batch: Batch, aggregation: str) -> Denominator:
-    """Return an aggregation of the format. Raises MissingError for an unknown one, or a norm without length."""
+    """Return an aggregation of the format. Raises MissingError if it is unknown, or lacks its length."""
     text = f"aggregation={aggregation}"
     cause = f"aggregation:{aggregation}"
     match aggregation:

@@ -127,7 +127,7 @@ def _add_update(
     tokens: dict[str, np.ndarray],
     rows: dict[str, np.ndarray],
 ) -> int:
-    """Add the columns of an update, whose rows are `in_update` and, after them, replayed ones, and count these."""
+    """Add the columns of an update, and count the replayed rows behind `in_update`."""
     count = len(in_update)
     lengths = arrays["length"]
     places = _token_places(offsets, in_update)

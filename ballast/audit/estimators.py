@@ -158,6 +158,6 @@ ESTIMATORS: dict[str, Callable[[Samples], np.ndarray]] = {
     "reinforce": rewards_alone,
     "none": zero,
 }
-"""By the name in `algorithm.estimator`. `_population_std` divides by n, the others by n - 1 (REINFORCE++ by n)."""
+"""By the name in `algorithm.estimator`. `_population_std` and REINFORCE++ divide by n, others by n - 1."""
 SCALE_FREE = ("dr_grpo", "rloo", "opo", "remax", "maxrl", "reinforce", "none")
 """Estimators without a standard deviation, to which epsilon is nothing."""

@@ -1,4 +1,4 @@
-"""Selection: groups are whole and share a prompt, no sample vanishes, is doubled or dropped for its length."""
+"""Selection: groups are whole and share a prompt, no sample vanishes or is dropped for its length."""
 
 import hashlib
 from math import erfc, log, sqrt
@@ -153,8 +153,8 @@ def check_dropped_lengths(bundle: Bundle) -> Finding:
         return passed(name, checked, bundle.row_count, **details)
     direction = "longer" if z > 0 else "shorter"
     kept_mean = lengths[trained].mean()
-    text = f"{count} samples that were left out are {direction}: {lengths[dropped].mean():.0f} tokens, the others "
-    text += f"{kept_mean:.0f}"
+    text = f"{count} samples that were left out are {direction}: {lengths[dropped].mean():.0f} tokens, "
+    text += f"the others {kept_mean:.0f}"
     cause = "long_rows_dropped" if z > 0 else "short_rows_dropped"
     problem = Problem(
         cause, text, "Advantages of the rest are then biased by length.", np.flatnonzero(dropped)
@@ -170,7 +170,7 @@ def _response_lengths(bundle: Bundle) -> np.ndarray:
 
 
 def _partly_dropped(group: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """Return rows left out of groups that are trained otherwise. A group of equal rewards is left out whole."""
+    """Return rows left out of trained groups. A group of equal rewards is left out whole."""
     kept_groups = np.unique(group[trained])
     return ~trained & np.isin(group, kept_groups)
 
