@@ -1,13 +1,15 @@
 """Readers of the dumps that other systems write: a file or a folder --read_dump--> a bundle in memory.
 
-rows          collects rows, and names the columns that a format lacks
-json_lines    lines of JSON, with the place for messages
-verl          rollouts, JSONL of decoded text
-slime         debug rollouts and debug train data of slime and miles, torch.save without pickled objects
-prime_rl      token exports, JSONL
-verifiers     traces and episodes, JSONL
-nemo_rl       train data, JSONL
-atif          trajectories of Harbor's agents, JSON
+    rows          collects rows, and names the columns that a format lacks
+    json_lines    lines of JSON, with the place for messages
+    verl          rollouts, JSONL of decoded text
+    slime         debug rollouts and debug train data of slime and miles, torch.save without pickled objects
+    prime_rl      token exports, JSONL
+    verifiers     traces and episodes, JSONL
+    nemo_rl       train data, JSONL
+    atif          trajectories of Harbor's agents, JSON
+
+A reader names the columns that its format lacks, and why.
 """
 
 import re

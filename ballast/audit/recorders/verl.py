@@ -191,7 +191,7 @@ def _has(data: Any, name: str) -> bool:
 
 
 def _value(data: Any, name: str) -> Any:
-    """Return a value that is no tensor, or None."""
+    """Return a value besides tensors, or None."""
     if not _has(data, name):
         return None
     value = data[name]
