@@ -245,7 +245,7 @@ def _cut(rows: Sequence[Row]) -> list[Finding]:
         full = []  # the longest of a generator
     open_ends = [row for row in rows if not SENTENCE_END.search(row.text)]
     is_unusual = len(rows) >= FEWEST and 0 < len(open_ends) <= (1 - USUAL) * len(rows)
-    findings = []
+    findings: list[Finding] = []
     for cut, problem in (
         (marked, "end with a mark of truncation"),
         (full, f"have exactly {longest:,} characters, the most of all"),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
 
@@ -307,7 +307,7 @@ def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) ->
 def to_yaml(config: TrainingConfig) -> str:
     """Write the configuration as YAML that `load` reads back."""
     # Of values alone: nodes of a schema with their types took twice the time.
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(cast(Any, config))))
 
 
 def changed_yaml(config: TrainingConfig) -> str:

@@ -74,7 +74,7 @@ def fit_temperature(row: Row, logits: torch.Tensor) -> float:
     def difference(temperature: float) -> float:
         return float(np.abs(log_probs(logits, targets, temperature) - recorded).mean())
 
-    best = min(range(len(TEMPERATURES)), key=lambda index: difference(TEMPERATURES[index]))
+    best = min(range(len(TEMPERATURES)), key=lambda index: difference(float(TEMPERATURES[index])))
     low = float(TEMPERATURES[max(best - 1, 0)])
     high = float(TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)])
     for _ in range(40):

@@ -85,7 +85,7 @@ class Record:
         return [int(number) for number in numbers]
 
     def number(self, name: str) -> float:
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
         if hasattr(value, "item"):  # a tensor
             value = value.item()
         if not isinstance(value, int | float):

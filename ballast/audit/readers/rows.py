@@ -30,7 +30,7 @@ class Rows:
         if not self.rows:
             raise DataError(f"{self.path}: it has no samples. Name a dump of a step.")
         reasons = dict(missing)
-        columns = {}
+        columns: dict[str, Any] = {}
         names = dict.fromkeys(name for row in self.rows for name in row)
         for name in names:
             values = [row[name] for row in self.rows if name in row]
