@@ -29,9 +29,9 @@ class ModelShape:
     parameters: all weights. active: weights that a token's products read, and its products with states.
     experts: number, of which a token uses experts_active. expert_parameters: weights of all experts.
     attention: forward FLOPs per squared token, as far as `windows` see it. kv: numbers that a token keeps in
-    an engine. kv_windows: (tokens, numbers of each of the last ones) of layers with a window. state: numbers
-    that a sequence keeps. state_parameters: weights of all modules with a state. kv_share: kv heads over heads.
-    trained: parameters with a gradient.
+    an engine. kv_windows: (tokens, numbers of each of the last ones) of layers with a window. state:
+    numbers that a sequence keeps. state_parameters: weights of all modules with a state. kv_share: kv heads
+    over heads. trained: parameters with a gradient.
     """
 
     layers: int

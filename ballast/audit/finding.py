@@ -21,8 +21,8 @@ class Finding:
     """name: of the check. checked: what was compared. count: tokens or rows that it covers, see `unit`.
 
     residual: largest difference, which must not exceed `bound`. rows: the first that are wrong, of
-    `row_total`. cause: what explains a failure, a word for programs. text: a sentence about it. missing: column
-    or fact that the check needs.
+    `row_total`. cause: what explains a failure, a word for programs. text: a sentence about it. missing:
+    column or fact that the check needs.
     """
 
     name: str

@@ -367,7 +367,8 @@ def _types(name: str, rows: Sequence[Row]) -> list[Finding]:
         Finding(
             "data.mixed_types",
             Level.LIKELY,
-            f"The column {name!r} is a {usual} in most records and a {others[0]} in {len(kinds[others[0]]):,}.",
+            f"The column {name!r} is a {usual} in most records, "
+            f"and a {others[0]} in {len(kinds[others[0]]):,}.",
             _places(kinds[others[0]]),
             "Write one type: a reward that compares texts pays no number.",
         )

@@ -16,8 +16,8 @@ class Level(StrEnum):
 class Finding:
     """A defect, or what may be one.
 
-    name: fixed, such as `reward.not_deterministic`. problem, advice: a sentence each. place: a record, file or
-    setting. evidence: what the check saw, such as numbers or a response.
+    name: fixed, such as `reward.not_deterministic`. problem, advice: a sentence each. place: a record, file
+    or setting. evidence: what the check saw, such as numbers or a response.
     """
 
     name: str

@@ -188,8 +188,8 @@ def curves(
 ) -> tuple[Curve, Curve]:
     """Return score and oracle by step. prompts: held-out ones.
 
-    The noise of a difference of means over n prompts is DEVIATIONS * sqrt(2 / n) * deviation. Of the oracle it
-    is at most 1/2, and that of the score at most half the range of the rewards.
+    The noise of a difference of means over n prompts is DEVIATIONS * sqrt(2 / n) * deviation. Of the oracle
+    it is at most 1/2, and that of the score at most half the range of the rewards.
     """
     steps = [row["step"] for row in validations]
     rewards = [sample["reward"] for sample in samples]

@@ -255,7 +255,8 @@ def _shown(value: float | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m ballast replay",
-        usage="python -m ballast replay runs/NAME --step K [--output FOLDER] [--trust-run] [key.sub=value ...]",
+        usage="python -m ballast replay runs/NAME --step K [--output FOLDER] [--trust-run] "
+        "[key.sub=value ...]",
         description="Train a step of a run again, on the samples that it recorded (run.record_samples=true).",
         allow_abbrev=False,
     )

@@ -161,9 +161,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return (weights float32, experts int32), both [tokens, top_k]. router_logits: [tokens, experts].
 
-    Experts are those of the largest score + bias, weighted by their scores without the bias, as on GPUs. Without
-    groups of experts, vLLM 0.32 on CPUs leaves out the bias of ERNIE 4.5 and asserts that MiniMax M2 has no
-    sigmoids.
+    Experts are those of the largest score + bias, weighted by their scores without the bias, as on GPUs.
+    Without groups of experts, vLLM 0.32 on CPUs leaves out the bias of ERNIE 4.5, and asserts that MiniMax M2
+    has no sigmoids.
     """
     has_bias = self.e_score_correction_bias is not None
     is_plain = self.scoring_func == "softmax" and not has_bias

@@ -127,7 +127,7 @@ def _explain(
 def _try_explanations(
     model: ScoringModel, rows: list[Row], sampling: Sampling
 ) -> list[tuple[Explanation, float]]:
-    """Return explanations with the mean difference that each leaves, the usual one where it does not apply."""
+    """Return explanations with the mean difference that each leaves, or the usual one."""
     thoughts = model.thought_tokens()
     longest = max(rows, key=lambda row: len(row.places))
     fitted = fit_temperature(longest, model.logits(longest.token_ids, longest.places))

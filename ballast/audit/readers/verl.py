@@ -1,7 +1,8 @@
-"""verl: `trainer.rollout_data_dir` writes `{step}.jsonl`, one line a sample (RayPPOTrainer._write_generations).
+"""verl: `trainer.rollout_data_dir` writes `{step}.jsonl`, one line a sample.
 
-The dump holds decoded text without special tokens, so that code points stand for token ids: checks of
-groups and duplicates compare texts, and checks of log-probs lack their columns.
+`RayPPOTrainer._write_generations` writes it. The dump holds decoded text without special tokens, so that code
+points stand for token ids: checks of groups and duplicates compare texts, and checks of log-probs lack their
+columns.
 """
 
 from pathlib import Path

@@ -100,6 +100,7 @@ def _short(reason: str) -> str:
     """Return a reason without the model's folder and type, and the first sentence alone."""
     words = [word for word in reason.split() if not MODEL.fullmatch(word)]
     sentence = " ".join(words).partition(". ")[0]
+    sentence = sentence.replace("is not shared by policy.parallel.tensor_parallel, which is", "sharing is")
     return sentence.replace("|", "/").replace("<", "").replace(">", "").rstrip(".")
 
 

@@ -8,8 +8,8 @@
                                shards of   experts: ranks 0, 4; 1, 5; ...     all else: ranks 0 to 7
 
 With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is
-then shared between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first. Mixers of
-states are shared in the same way.
+then shared between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first. Mixers
+of states are shared in the same way.
 
 No token is dropped. An expert sees the tokens of its whole ep group, so its gradient is already the group's
 sum. FSDP adds the gradients of the ranks with the same expert. Sharding is transformers' own, applied before

@@ -5,7 +5,7 @@
         attention of own heads --o--> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --gather--> gate, up: own columns --> down --> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --router, experts: own tokens, as on any other rank (expert_parallel.py)--> [1, T/tp, H]
-    [1, T/tp, H] --mixer of a state: own tokens, heads exchanged along the sequence (states.py)--> [1, T/tp, H]
+    [1, T/tp, H] --mixer of a state: own tokens, exchanged for heads (states.py)--> [1, T/tp, H]
     final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
 
 Experts and mixers keep whole matrices, which FSDP2 shards over the ranks with different tokens. Mixers have
