@@ -52,7 +52,7 @@ def published_section(families: dict[str, Published], found: dict[str, dict[str,
     text += _table(["model", "architecture", *COLUMNS], rows)
     reasons = _reasons(families, built)
     if reasons:
-        text += "\n\nReasons:\n\n" + "\n".join(f"- {reason}" for reason in reasons)
+        text += "\n\nReasons:\n\n" + _table(["column", "reason", "models"], reasons)
     not_built = [
         f"- {name}: {outcomes['all'].reason}" for name, outcomes in found.items() if "all" in outcomes
     ]
@@ -81,8 +81,8 @@ def _cell(outcome: Outcome | None) -> str:
     return f"{outcome.verdict} {outcome.difference:.2g}" if outcome.difference else outcome.verdict
 
 
-def _reasons(families: dict[str, Published], found: dict[str, dict[str, Outcome]]) -> list[str]:
-    """Return a line a reason: its column, its text, and its families."""
+def _reasons(families: dict[str, Published], found: dict[str, dict[str, Outcome]]) -> list[list[str]]:
+    """Return a row a reason: its column, its text, and its models."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, outcomes in found.items():
         for column in COLUMNS:
@@ -93,14 +93,13 @@ def _reasons(families: dict[str, Published], found: dict[str, dict[str, Outcome]
             reason = cause or _short(outcome.reason)
             if column == "trains" or reason != _short(outcomes["trains"].reason):  # one that ends all columns
                 names.setdefault((column, reason), []).append(name)
-    return [f"{column}: {reason} ({', '.join(models)})" for (column, reason), models in names.items()]
+    return [[column, reason, ", ".join(models)] for (column, reason), models in names.items()]
 
 
 def _short(reason: str) -> str:
     """Return a reason without the model's folder and type, and the first sentence alone."""
     words = [word for word in reason.split() if not MODEL.fullmatch(word)]
     sentence = " ".join(words).partition(". ")[0]
-    sentence = sentence.replace("is not shared by policy.parallel.tensor_parallel, which is", "sharing is")
     return sentence.replace("|", "/").replace("<", "").replace(">", "").rstrip(".")
 
 
