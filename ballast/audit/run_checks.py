@@ -60,7 +60,7 @@ def check_run(steps: Sequence[StepSummary]) -> list[Finding]:
     if len(steps) < 2:
         return []
     findings = []
-    for name, check in (("run.weights_arrive", check_weights), ("run.new_samples", check_new_samples)):
+    for name, check in RUN_CHECKS.items():
         try:
             findings.append(check(steps))
         except MissingError as missing:
@@ -110,3 +110,6 @@ def check_new_samples(steps: Sequence[StepSummary]) -> Finding:
                 name, checked, len(steps), problem, unit="steps", bound=MOST_REPEATED, residual=share
             )
     return passed(name, checked, len(steps), unit="steps", bound=MOST_REPEATED, residual=largest)
+
+
+RUN_CHECKS = {"run.weights_arrive": check_weights, "run.new_samples": check_new_samples}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ballast.audit.checks import CHECKS
+from ballast.audit.run_checks import RUN_CHECKS
 from controller.config.file import settings
 from controller.config.settings_page import PAGES as SETTINGS_PAGES
 from controller.config.settings_page import settings_markdown
@@ -57,9 +59,12 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
     assert [name for name in unknown if not is_no_setting(name)] == []
 
 
+AUDIT_CHECKS = (*CHECKS, *RUN_CHECKS)
+
+
 def is_no_setting(name: str) -> bool:
-    """A file's name that begins like a section."""
-    return name.endswith((".py", ".yaml", ".json", ".md", ".safetensors", ".log"))
+    """A file's name that begins like a section, or a check of `ballast audit`."""
+    return name in AUDIT_CHECKS or name.endswith((".py", ".yaml", ".json", ".md", ".safetensors", ".log"))
 
 
 def messages() -> list[str]:
