@@ -156,6 +156,7 @@ ADVICE = {
     "constant": "It was filled, not computed.",
     "shifted_by_two": "A log-prob stands at its own token, not at another one.",
     "rounded_to_bfloat16": "Record log-probs in float32, or name precision=bfloat16.",
+    "scaled": "Look for a temperature, a weight or a scale of logits that one side alone applies.",
     "sequence_mean": "Record the log-prob of each token.",
 }
 
@@ -169,8 +170,11 @@ def _explanations(bundle: Bundle, name: str, other: str, pair: PairSample) -> It
         yield Explanation(kind, f"{name} is {x[0]:g} at every token", 0.0)
         return
     yield Explanation("sign_flipped", f"{name} has the sign of {other} flipped", _distance(-x, y))
-    yield Explanation("base_2", f"{name} is in base 2", _distance(x * log(2), y))
-    yield Explanation("base_10", f"{name} is in base 10", _distance(x * log(10), y))
+    scaled = _scaled(name, other, x, y)
+    for base in (2, 10):
+        residual = _distance(x * log(base), y)
+        if residual <= 2 * scaled.residual:  # a factor of 1.4 is near to base 2, and not it
+            yield Explanation(f"base_{base}", f"{name} is in base {base}", residual)
     if x.min() > 0 and x.max() <= 1.0001:
         text = f"{name} holds probabilities, not their logarithms"
         yield Explanation("probabilities", text, _distance(np.log(x), y))
@@ -181,6 +185,14 @@ def _explanations(bundle: Bundle, name: str, other: str, pair: PairSample) -> It
     yield _sequence_means(name, other, pair)
     yield _other_rows(name, other, pair)
     yield from _temperature(bundle, name, other, x, y)
+    yield scaled
+
+
+def _scaled(name: str, other: str, x: np.ndarray, y: np.ndarray) -> Explanation:
+    """Fit x = factor * y by least squares."""
+    factor = float(x @ y / (y @ y)) if y.any() else 0.0
+    text = f"{name} is {other} times {factor:.3g}"
+    return Explanation("scaled", text, _distance(x / factor, y) if factor else np.inf)
 
 
 def _shifts(name: str, other: str, pair: PairSample) -> Iterator[Explanation]:

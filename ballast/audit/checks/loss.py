@@ -17,6 +17,7 @@ from ballast.audit.aggregations import (
 from ballast.audit.bundle import Algorithm, Bundle, MissingError
 from ballast.audit.finding import Finding, Problem, failed, passed, unknown
 from ballast.audit.token_losses import LOSSES, RowLosses, Variant, row_losses
+from ballast.audit.token_sums import segment_sums
 
 RELATIVE_BOUND = 2e-4
 """Of the mean absolute token loss. A sum of a million float32 numbers has an error of 1e-5."""
@@ -25,6 +26,7 @@ UNKNOWN_IF_LEFT_OUT = ("kl_coefficient", "entropy_coefficient", "correction", "d
 NO_CLIP = 1e9
 COMMON_BOUNDS = (0.1, 0.2, 0.25, 0.28, 0.3, 0.4, 3e-4, 4e-4)
 LARGEST_FACTOR = 17
+CLIPPED = ("ppo_clip", "gspo")
 
 
 def check_value(bundle: Bundle) -> Finding:
@@ -262,12 +264,35 @@ def check_gradient_norm(bundle: Bundle) -> Finding:
     algorithm = bundle.facts.algorithm
     if not np.any(norms) and not algorithm.kl_coefficient and not algorithm.entropy_coefficient:
         advantages = bundle.token_column("advantages")
-        if np.any(advantages[np.flatnonzero(bundle.token_column("loss_mask"))]):
+        has_advantages = np.any(advantages[np.flatnonzero(bundle.token_column("loss_mask"))])
+        if has_advantages and not _is_all_clipped(bundle):
             problem = Problem(
                 "zero_gradient", "the gradient is 0, although advantages are not", "Detached loss?"
             )
             return failed(name, checked, count, problem, unit="norms")
     return passed(name, checked, count, unit="norms", residual=float(norms.max(initial=0.0)))
+
+
+def _is_all_clipped(bundle: Bundle) -> bool:
+    """Return whether ratios beyond their bounds take every token's gradient, as GSPO's do at a high rate."""
+    algorithm = bundle.facts.algorithm
+    low = algorithm.clip_low
+    high = algorithm.clip_high
+    if low is None or high is None or algorithm.loss not in CLIPPED:
+        return False
+    if not bundle.has("new_logprobs", "old_logprobs"):
+        return False
+    mask = bundle.token_column("loss_mask").astype(np.float64)
+    new = bundle.token_column("new_logprobs").astype(np.float64)
+    moves = (new - bundle.token_column("old_logprobs")) * mask
+    if algorithm.loss == "gspo":
+        row_means = segment_sums(moves, bundle.offsets) / np.maximum(segment_sums(mask, bundle.offsets), 1)
+        moves = np.repeat(row_means, np.diff(bundle.offsets))
+    ratios = np.exp(moves)
+    advantages = bundle.token_column("advantages") * mask
+    rises = (advantages > 0) & (ratios <= 1 + high)
+    falls = (advantages < 0) & (ratios >= 1 - low)
+    return not np.any(rises | falls)
 
 
 CHECKS = {

@@ -415,6 +415,17 @@ FAULTS: dict[str, Fault] = {
         "log_probs.sampler_and_trainer",
         "base_10",
     ),
+    "a factor near to base 2": Fault(
+        change_column("sampler_logprobs", lambda x: x / 1.4),
+        "log_probs.sampler_and_trainer",
+        "scaled",
+    ),
+    "a factor near to base 2, in bfloat16": Fault(
+        change_column("sampler_logprobs", lambda x: x / 1.4),
+        "log_probs.sampler_and_trainer",
+        "scaled",
+        BFLOAT,
+    ),
     "sampler one token late": Fault(
         shift_column("sampler_logprobs", 1), "log_probs.sampler_and_trainer", "shifted_by_one", BFLOAT
     ),

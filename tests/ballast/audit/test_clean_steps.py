@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +52,18 @@ def test_a_clean_step_passes_every_check(run: str) -> None:
         assert alarms(bundle) == {}
         unknown = [finding.name for finding in findings if finding.verdict is Verdict.UNKNOWN]
         assert unknown == []
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_no_gradient_is_no_alarm_where_every_ratio_is_clipped(loss: str) -> None:
+    bundle = clean_step(loss=loss, clip_low=0.2, clip_high=0.2)
+    mask = bundle.tokens["loss_mask"].astype(bool)
+    moved = np.where(mask, bundle.tokens["old_logprobs"] + np.sign(bundle.tokens["advantages"]), 0)
+    facts = replace(bundle.facts, gradient_norm=(0.0,))
+    clipped = replace(bundle, tokens=dict(bundle.tokens) | {"new_logprobs": moved}, facts=facts)
+    unclipped = replace(bundle, facts=facts)
+    assert "loss.gradient_norm" not in alarms(clipped)
+    assert alarms(unclipped)["loss.gradient_norm"] == "zero_gradient"
 
 
 recipes = st.builds(
