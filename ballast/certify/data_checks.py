@@ -169,11 +169,12 @@ def _are_copies(train: Sequence[Row], identities: Sequence[Hashable], repeated: 
 def _is_repeated_often(train: Sequence[Row], identities: Sequence[Hashable]) -> bool:
     """Whether a prompt comes much more often than others of its length."""
     counts = Counter(identities)
-    lengths = Counter(len(row.text) for row in train)
-    distinct = dict(zip(identities, train, strict=True)).values()
-    different = Counter(len(row.text) for row in distinct)
-    for row, identity in zip(train, identities, strict=True):
-        usual = lengths[len(row.text)] / different[len(row.text)]
+    # Prompts that differ in blanks alone are one, and have one length.
+    sizes = {identity: len(row.text) for row, identity in zip(train, identities, strict=True)}
+    prompts_of_size = Counter(sizes[identity] for identity in identities)
+    distinct_of_size = Counter(sizes.values())
+    for identity, size in sizes.items():
+        usual = prompts_of_size[size] / distinct_of_size[size]
         if counts[identity] > max(OFTEN * usual, FEWEST_OFTEN):
             return True
     return False

@@ -197,3 +197,12 @@ def test_a_planted_defect_is_named(plant: Callable[[Rows, Rows], None], tmp_path
 
 def test_clean_data_have_no_finding(tmp_path: Path) -> None:
     assert certify(tmp_path, clean_rows(1), clean_rows(2, 40)) == []
+
+
+def test_short_prompts_that_repeat_by_chance_in_other_blanks_are_a_note(tmp_path: Path) -> None:
+    """As drawings of letters do: the same few, some with blanks at their ends."""
+    draw = random.Random(4)
+    train = [
+        {"prompt": draw.choice("ABCDEFGH") + " " * draw.randrange(40) + "?", "answer": "1"} for _ in range(80)
+    ]
+    assert certify(tmp_path, train, clean_rows(2, 40)) == []
