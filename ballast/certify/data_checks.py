@@ -56,6 +56,7 @@ def check_data(subject: Subject, certificate: Certificate) -> None:
     certificate.add(*_refused(subject))
     checks: Iterable[Callable[[], list[Finding]]] = (
         lambda: _repeated(train),
+        lambda: _conflicting(train),
         lambda: _overlap(rows),
         lambda: _near(rows),
         lambda: _cut(rows),
@@ -91,9 +92,16 @@ def _places(rows: Sequence[Row]) -> str:
 
 
 def _identity(row: Row) -> Hashable:
-    """Return what two records of one task share: the prompt, and whatever images it has."""
-    images = [value for value in row.record.values() if isinstance(value, (bytes, list, dict))]
-    return normal(row.text), json.dumps(images, default=repr) if _has_media(row.record) else ""
+    """Return what two records of one task share: prompt, answer, and whatever images they have.
+
+    With other answers, prompts of the same words are other tasks: blanks draw rectangles and mazes.
+    """
+    return normal(row.text), row.answer, _media(row)
+
+
+def _media(row: Row) -> str:
+    media = [value for value in row.record.values() if isinstance(value, (bytes, list, dict))]
+    return json.dumps(media, default=repr) if _has_media(row.record) else ""
 
 
 def _has_media(record: Record) -> bool:
@@ -121,15 +129,9 @@ def _repeated(train: Sequence[Row]) -> list[Finding]:
     repeated = duplicates(identities)
     if not repeated:
         return []
-    findings = []
-    conflicts = [
-        (train[place], train[first])
-        for place, first in repeated.items()
-        if train[place].answer != train[first].answer
-    ]
     share = len(repeated) / len(train)
     second, first = next(iter(repeated.items()))
-    findings.append(
+    return [
         Finding(
             "data.duplicates",
             Level.LIKELY if share > FEW and _are_copies(train, identities, repeated) else Level.NOTE,
@@ -138,20 +140,30 @@ def _repeated(train: Sequence[Row]) -> list[Finding]:
             "Remove them, unless they should weigh more.",
             f"{train[second].place} repeats {train[first].place}: {quote(train[first].text)}",
         )
-    )
-    if conflicts:
-        row, first_row = conflicts[0]
-        findings.append(
-            Finding(
-                "data.conflicting_answers",
-                Level.CERTAIN,
-                f"{len(conflicts):,} training prompts repeat another record's with a different answer.",
-                _places([row for row, _ in conflicts]),
-                "Correct one of the answers: a reward cannot pay both.",
-                f"{quote(row.answer)}, and {quote(first_row.answer)} in {first_row.place}",
-            )
+    ]
+
+
+def _conflicting(train: Sequence[Row]) -> list[Finding]:
+    """Find one prompt, to the letter, with two answers."""
+    repeated = duplicates([(row.text.strip(), _media(row)) for row in train])
+    conflicts = [
+        (train[place], train[first])
+        for place, first in repeated.items()
+        if train[place].answer != train[first].answer
+    ]
+    if not conflicts:
+        return []
+    row, first_row = conflicts[0]
+    return [
+        Finding(
+            "data.conflicting_answers",
+            Level.CERTAIN,
+            f"{len(conflicts):,} training prompts repeat another record's with a different answer.",
+            _places([row for row, _ in conflicts]),
+            "Correct one of the answers: a reward cannot pay both.",
+            f"{quote(row.answer)}, and {quote(first_row.answer)} in {first_row.place}",
         )
-    return findings
+    ]
 
 
 def _are_copies(train: Sequence[Row], identities: Sequence[Hashable], repeated: dict[int, int]) -> bool:

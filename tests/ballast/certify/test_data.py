@@ -206,3 +206,9 @@ def test_short_prompts_that_repeat_by_chance_in_other_blanks_are_a_note(tmp_path
         {"prompt": draw.choice("ABCDEFGH") + " " * draw.randrange(40) + "?", "answer": "1"} for _ in range(80)
     ]
     assert certify(tmp_path, train, clean_rows(2, 40)) == []
+
+
+def test_drawings_whose_blanks_differ_are_other_tasks(tmp_path: Path) -> None:
+    """As rectangle_count of Reasoning Gym: without layout and punctuation, all drawings are one text."""
+    train = [{"prompt": f"How many corners?\n{' ' * size}##\n", "answer": str(size)} for size in range(40)]
+    assert certify(tmp_path, train, clean_rows(2, 40)) == []
