@@ -55,7 +55,7 @@ def check_data(subject: Subject, certificate: Certificate) -> None:
     train = [row for row in rows if not row.held_out]
     certificate.add(*_refused(subject))
     checks: Iterable[Callable[[], list[Finding]]] = (
-        lambda: _repeated(train),
+        lambda: _repeated(train, is_generated=any(map(package_of, subject.train))),
         lambda: _conflicting(train),
         lambda: _overlap(rows),
         lambda: _near(rows),
@@ -124,17 +124,19 @@ def _refused(subject: Subject) -> list[Finding]:
     ]
 
 
-def _repeated(train: Sequence[Row]) -> list[Finding]:
+def _repeated(train: Sequence[Row], *, is_generated: bool) -> list[Finding]:
+    """Find repeated prompts. Those of a package's generator repeat by chance, which is a note."""
     identities = [_identity(row) for row in train]
     repeated = duplicates(identities)
     if not repeated:
         return []
     share = len(repeated) / len(train)
+    are_copies = not is_generated and share > FEW and _are_copies(train, identities, repeated)
     second, first = next(iter(repeated.items()))
     return [
         Finding(
             "data.duplicates",
-            Level.LIKELY if share > FEW and _are_copies(train, identities, repeated) else Level.NOTE,
+            Level.LIKELY if are_copies else Level.NOTE,
             f"{len(repeated):,} of {len(train):,} training prompts repeat an earlier one.",
             _places([train[place] for place in repeated]),
             "Remove them, unless they should weigh more.",
