@@ -5,9 +5,11 @@ Exit codes: 0 nothing certain is wrong, 1 a defect is certain, 2 something canno
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,18 +66,32 @@ def _certify(request: argparse.Namespace) -> int:
     if not request.json:
         print(f"certify {name}: level {level}, {TIMES[level]}", flush=True)
     certificate = Certificate(name, level, list(config.data.weights))
-    subject = read_subject(config, name, request.answer_key)
-    subject = replace(subject, model=request.model, write=request.write)
-    for check_name, check in checks_of(level).items():
-        start = time.monotonic()
-        check(subject, certificate)
-        certificate.seconds[check_name] = time.monotonic() - start
+    with prints_to_stderr():
+        subject = read_subject(config, name, request.answer_key)
+        subject = replace(subject, model=request.model, write=request.write)
+        for check_name, check in checks_of(level).items():
+            start = time.monotonic()
+            check(subject, certificate)
+            certificate.seconds[check_name] = time.monotonic() - start
     text = json.dumps(certificate.to_json(), indent=1)
     output = request.output or certificate_file(config.data.weights) or Path(FILE)
     with writing("--output", output):
         output.write_text(text + "\n")
     print(text if request.json else "\n".join([*page_lines(certificate), "", f"written: {output}"]))
     return 1 if certificate.is_certain else 0
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Send to stderr what users' code prints in its processes: stdout is for the page, or for JSON alone."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def checks_of(level: str) -> dict[str, Check]:

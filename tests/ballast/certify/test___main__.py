@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,16 @@ def test_a_certain_defect_exits_with_1_and_users_code_runs_elsewhere(tmp_path: P
     assert main(write_inputs(tmp_path, source)) == 1
     findings = json.loads((tmp_path / "certificate.json").read_text())["findings"]
     assert [row["name"] for row in findings if row["level"] == "certain"] == ["reward.constant"]
+
+
+def test_what_a_reward_prints_stays_out_of_the_json(tmp_path: Path) -> None:
+    """Of a process: its stdout is what a program reads."""
+    source = RIGHT.replace("def reward(", "print('loaded', flush=True)\n\n\ndef reward(", 1)
+    assert "loaded" in source
+    command = [sys.executable, "-m", "ballast", "certify", *write_inputs(tmp_path, source), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["level"] == "quick"
+    assert "loaded" in done.stderr
 
 
 @pytest.mark.parametrize(
