@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from workers.network import GLOO, NCCL
+
 ROOT = Path(__file__).parents[2]
 MARK = "BALLAST_TEST_RUN"
 # Seconds. When a driver is killed, Ray's two agents try for 60 s to reach the dead control service.
@@ -24,9 +26,14 @@ def marked_environment() -> dict[str, str]:
     """This environment with a mark that every process started from it inherits, and without a cluster of
     ours.
 
-    Ray's workers get the priority of other processes, as in tests/conftest.py.
+    Ray's workers get the priority of other processes, as in tests/conftest.py. The interface of collectives is
+    left out: actors in the tests' own process have set it, to the machine's and not to this run's.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") and name not in (GLOO, NCCL)
+    }
     binaries = str(Path(sys.executable).parent)
     environment |= {"RAY_worker_niceness": "0"}
     return environment | {MARK: uuid.uuid4().hex, "PATH": f"{binaries}:{environment['PATH']}"}

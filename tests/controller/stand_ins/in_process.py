@@ -13,6 +13,7 @@ from tests.controller.stand_ins.local_ray import LocalRay
 from tests.controller.stand_ins.run import LocalReservation, NoMetrics
 from workers.config.rollout import RolloutConfig
 from workers.engine.vllm_interface import cpu_environment
+from workers.network import GLOO, NCCL
 
 CPUS = LocalReservation([[]] * 8)
 """No rank has a GPU."""
@@ -23,7 +24,8 @@ def put_ray_in_process(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     local = LocalRay({})
     local.install(monkeypatch)
     # An actor sets these for its process. Here they must end with the test: ranks of later ones inherit them.
-    for name, value in cpu_environment(RolloutConfig(threads=1)).items():
+    interfaces = dict.fromkeys((GLOO, NCCL), "lo")  # a later local run would listen on the machine's address
+    for name, value in (cpu_environment(RolloutConfig(threads=1)) | interfaces).items():
         monkeypatch.setenv(name, os.environ.get(name, value))
     monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: CPUS)
     monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
