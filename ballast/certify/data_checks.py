@@ -54,9 +54,10 @@ def check_data(subject: Subject, certificate: Certificate) -> None:
     rows = rows_of(subject)
     train = [row for row in rows if not row.held_out]
     certificate.add(*_refused(subject))
+    is_generated = any(map(package_of, subject.train))
     checks: Iterable[Callable[[], list[Finding]]] = (
-        lambda: _repeated(train, is_generated=any(map(package_of, subject.train))),
-        lambda: _conflicting(train),
+        lambda: _repeated(train, is_generated=is_generated),
+        lambda: _conflicting(train, is_generated=is_generated),
         lambda: _overlap(rows),
         lambda: _near(rows),
         lambda: _cut(rows),
@@ -145,8 +146,11 @@ def _repeated(train: Sequence[Row], *, is_generated: bool) -> list[Finding]:
     ]
 
 
-def _conflicting(train: Sequence[Row]) -> list[Finding]:
-    """Find one prompt, to the letter, with two answers."""
+def _conflicting(train: Sequence[Row], *, is_generated: bool) -> list[Finding]:
+    """Find one prompt, to the letter, with two answers.
+
+    Packages of tasks verify answers: two integrals of one function may both be right, which is a note.
+    """
     repeated = duplicates([(row.text.strip(), _media(row)) for row in train])
     conflicts = [
         (train[place], train[first])
@@ -159,7 +163,7 @@ def _conflicting(train: Sequence[Row]) -> list[Finding]:
     return [
         Finding(
             "data.conflicting_answers",
-            Level.CERTAIN,
+            Level.NOTE if is_generated else Level.CERTAIN,
             f"{len(conflicts):,} training prompts repeat another record's with a different answer.",
             _places([row for row, _ in conflicts]),
             "Correct one of the answers: a reward cannot pay both.",
