@@ -212,7 +212,7 @@ def _overlap(rows: Sequence[Row]) -> list[Finding]:
             Level.CERTAIN if len(shared) > FEW * len(held_out) else Level.LIKELY,
             f"{len(shared):,} of {len(held_out):,} validation prompts are training prompts.",
             _places(shared),
-            "Remove them from the training data: validation would measure memory.",
+            "Remove the training records: validation would measure memory.",
             f"{shared[0].place} is {twin.place}: {quote(twin.text)}",
         )
     ]
@@ -243,7 +243,9 @@ def _near(rows: Sequence[Row]) -> list[Finding]:
                     Level.LIKELY if len(pairs) > FEW * len(rows) or pairs is crossing else Level.NOTE,
                     f"{len(pairs):,} {problem}.",
                     _places([remaining[place] for place in pairs]),
-                    "Keep one of each.",
+                    "Remove the training records, or validation measures memory."
+                    if name == "data.validation_near_train"
+                    else "Keep one of each, if they ask the same.",
                     f"{remaining[place].place}: {quote(remaining[place].text)}; {remaining[first].place}: "
                     f"{quote(remaining[first].text)}",
                 )
@@ -267,7 +269,7 @@ def _cut(rows: Sequence[Row]) -> list[Finding]:
     findings: list[Finding] = []
     for cut, problem in (
         (marked, "end with a mark of truncation"),
-        (full, f"have exactly {longest:,} characters, the most of all"),
+        (full, f"have exactly {longest:,} characters and none has more, as if cut there"),
         (open_ends if is_unusual else [], "end within a sentence, as no others do"),
     ):
         if cut and not findings:

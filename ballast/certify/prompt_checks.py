@@ -61,7 +61,7 @@ def _unread_columns(subject: Subject) -> list[Finding]:
                 Level.LIKELY,
                 f"{warning}.",
                 place,
-                "Name it in a setting, or remove it.",
+                "It has no effect. Name it in data.prompt_key or another data.*_key, or remove it.",
             )
         )
     unread = [name for name in names if name not in read]
@@ -73,7 +73,7 @@ def _unread_columns(subject: Subject) -> list[Finding]:
                 Level.LIKELY,
                 f"Nothing reads the columns {', '.join(map(repr, acting))}: no setting, template or reward.",
                 place,
-                "Set a data.*_key to it, take it as a parameter of the reward, or remove it.",
+                "Set a data.*_key to it, make it a parameter of the reward, or remove it.",
             )
         )
     answer = subject.answer_key.partition(".")[0]
@@ -122,7 +122,7 @@ def _messages(subject: Subject) -> list[Finding]:
             problems.setdefault(key, []).append(place)
         for name in sorted(message.keys() - READ_IN_PROMPTS):
             level = Level.NOTE if subject.has_tokenizer and name not in MEANT_TO_ACT else Level.LIKELY
-            advice = "Put the text into the content, or remove the field: prompts are not trained."
+            advice = "It has no effect on prompts. Put a text into the content, or remove the field."
             key = (unread, level, f"have a message with the field {name!r}, which few templates read", advice)
             problems.setdefault(key, []).append(place)
         for call in message.get("tool_calls") or ():
@@ -132,7 +132,12 @@ def _messages(subject: Subject) -> list[Finding]:
                 kind = "JSON in a text" if is_json else "a text other than a JSON object"
                 advice = "Write the arguments as a mapping."
                 level = Level.NOTE if is_json else Level.CERTAIN
-                key = ("data.tool_arguments_text", level, f"have arguments of a tool as {kind}", advice)
+                key = (
+                    "data.tool_arguments_text",
+                    level,
+                    f"have a call of a tool whose arguments are {kind}",
+                    advice,
+                )
                 problems.setdefault(key, []).append(place)
         if is_last and role == "assistant" and not subject.config.data.continue_last_message:
             advice = "Remove the response from the prompt, or set data.continue_last_message."

@@ -153,20 +153,44 @@ def _oracle_loses(oracle: Paid, best: Paid, place: str, form: str) -> Finding:
     )
 
 
+WRONG_ANSWERS = {
+    "all answers": "A list of all answers",
+    "empty": "An empty response",
+    "format only": "The form of an answer, without an answer,",
+    "injection: judge's prompt": "A judge's instructions, without an answer,",
+    "injection: markup": "Markup of a high score, without an answer,",
+    "injection: rubric": "A call to ignore the rubric, without an answer,",
+    "look-alikes": "The right answer in look-alike characters",
+    "one character": "One character",
+    "oracle of another record": "The right answer of another record",
+    "prompt copied": "A copy of the prompt",
+    "repetition to the cap": "One text, repeated to the cap,",
+    "usual answer": "The most frequent answer, given to every record,",
+}
+"""Policies of the panel, in words."""
+ONE_ANSWER_WINS = (
+    "Add records with other answers, or pay less for a part of an answer: a policy can win without "
+    "reading the prompt."
+)
+WRONG_ANSWER_WINS = (
+    "Let the reward read the final answer alone, pay less for a part of it, and try this response again."
+)
+
+
 def _hack(result: Paid, oracle: Paid, place: str) -> Finding:
     usual = result.policy.name == "usual answer"
     name = (
         "data.one_answer" if usual else f"reward.hack_{re.sub(r'[^a-z]+', '_', result.policy.name.lower())}"
     )
+    wrong_answer = WRONG_ANSWERS.get(result.policy.name, result.policy.name)
     return Finding(
         name.rstrip("_"),
         Level.LIKELY if usual else Level.CERTAIN,
-        f"The reward pays {result.policy.name!r} as much as the right answer.",
+        f"{wrong_answer} earns {result.mean:.3g} on average over {len(result.scores):,} records, "
+        f"and the right answer earns {oracle.mean:.3g}.",
         place,
-        "Add records with other answers: one answer wins without reading the prompt."
-        if usual
-        else "Pay only the right answer in the asked place, and test the reward with this response.",
-        f"{result.policy.name}: {result.mean:.3g}, oracle: {oracle.mean:.3g}, such as {_example(result)}",
+        ONE_ANSWER_WINS if usual else WRONG_ANSWER_WINS,
+        f"the response {_example(result)}",
     )
 
 
