@@ -197,7 +197,8 @@ def _cell(outcome: Outcome | None, cause: str = "") -> str:
 def _uses(reason: str) -> str:
     """`model.path=... (deepseek_v4) with index_topk, which ...` -> `index_topk`; layers say `uses`."""
     found = re.search(r" (?:with|uses) (.+?), which ", reason)
-    return found[1] if found else reason.replace("|", "/")[:120]
+    without_folder = re.sub(r"model\.path=\S+:? ", "", reason)
+    return found[1] if found else without_folder.replace("|", "/")[:120]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

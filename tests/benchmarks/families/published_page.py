@@ -54,7 +54,7 @@ def published_section(families: dict[str, Published], found: dict[str, dict[str,
     if reasons:
         text += "\n\nReasons:\n\n" + _table(["column", "reason", "models"], reasons)
     not_built = [
-        f"- {name}: {outcomes['all'].reason}" for name, outcomes in found.items() if "all" in outcomes
+        f"- {name}: {_short(outcomes['all'].reason)}" for name, outcomes in found.items() if "all" in outcomes
     ]
     if not_built:
         text += "\n\nNot built:\n\n" + "\n".join(not_built)
