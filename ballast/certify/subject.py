@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from controller.config import Config, load
 from controller.config.functions import requested_columns
 from controller.config.model_files import read_model_files
+from controller.config.yaml_text import read_yaml
 from controller.data.records import Record, iter_records
 from controller.lifecycle.judge_inputs import find_parser
 from controller.lifecycle.reward_inputs import find_agent, with_messages
@@ -24,7 +27,7 @@ from workers.user_code.functions import Tools, find_class, find_tools
 from workers.user_code.rewards import RewardFunction
 from workers.user_code.task_sources import package_of
 
-NO_MODEL = "no-model"  # model.path where the command line names no configuration
+NO_MODEL = "no-model"  # model.path if neither configuration nor command line names a model
 ANSWER_COLUMNS = (
     *("answer", "solution", "ground_truth", "reward_model.ground_truth", "extra_info.answer", "expected"),
     *("expected_answer", "final_answer", "target", "label", "reference", "gold"),
@@ -88,7 +91,7 @@ def make_config(
     path: Path | None, environment: str, reward: str, data: str, overrides: Sequence[str] = ()
 ) -> Config:
     """Load the configuration, or make one of the command line's parts. Raises ConfigError."""
-    settings = [f"model.path={NO_MODEL}"] if path is None else []
+    settings = [] if path and _names_model(path) else [f"model.path={NO_MODEL}"]
     if environment:
         settings.append(f"rollout.environment={environment}")
     if environment and package_of(environment) and not data:
@@ -101,6 +104,11 @@ def make_config(
     if not (config.data.train or config.data.sources):
         raise ConfigError("data.train='': names no data. Give --data FILE, or set it.")
     return config
+
+
+def _names_model(path: Path) -> bool:
+    section = read_yaml(path).get("model")
+    return isinstance(section, DictConfig) and "path" in section
 
 
 def read_subject(config: Config, name: str, answer_key: str = "") -> Subject:

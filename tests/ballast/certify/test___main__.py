@@ -37,6 +37,14 @@ def test_a_clean_task_exits_with_0_and_a_page(tmp_path: Path, capsys: pytest.Cap
     assert content["data"] == [f"{tmp_path}/data.jsonl"]
 
 
+def test_a_configuration_without_a_model_is_certified_by_its_parts(tmp_path: Path) -> None:
+    write_inputs(tmp_path, RIGHT)
+    reward = {"function": f"{tmp_path}/reward.py:reward"}
+    configuration = {"data": {"train": f"{tmp_path}/data.jsonl"}, "reward": reward}
+    (tmp_path / "mine.yaml").write_text(json.dumps(configuration))
+    assert main(["--quick", f"{tmp_path}/mine.yaml"]) == 0
+
+
 def test_a_certain_defect_exits_with_1_and_users_code_runs_elsewhere(tmp_path: Path) -> None:
     source = f"import os\nassert os.getpid() != {os.getpid()}\n" + HACKED["reward.constant"]
     assert main(write_inputs(tmp_path, source)) == 1
