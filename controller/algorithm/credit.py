@@ -19,7 +19,8 @@ them.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,20 +38,30 @@ def turn_rewards(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.nda
     `group_number`.
     """
     first, sample = samples_of(batch)
-    tokens, earned, states = zip(*(zip(*batch["credit"][row], strict=True) for row in first), strict=True)
+    tokens, environment_rewards, states = _turn_columns(batch["credit"][first])
     numbers = []
-    for turn_rewards, reward in zip(earned, rewards[first].tolist(), strict=True):
-        before_last = np.array(turn_rewards[:-1]) * (algorithm.credit == "turn")
+    for of_turns, reward in zip(environment_rewards, rewards[first].tolist(), strict=True):
+        before_last = np.array(of_turns[:-1]) * (algorithm.credit == "turn")
         numbers.append(np.append(before_last, reward - before_last.sum()))
     if algorithm.advantage == "gigpo":
-        states = (
-            states
-            if algorithm.gigpo.states == "observation"
-            else [range(len(turn_rewards)) for turn_rewards in earned]
+        if algorithm.gigpo.states == "number":
+            states = tuple(range(len(of_turns)) for of_turns in numbers)
+        numbers = gigpo(
+            rewards[first],
+            batch["group_number"][first],
+            numbers,
+            states,
+            gamma=algorithm.gamma,
+            weight=algorithm.gigpo.weight,
+            normalize_by_std=algorithm.normalize_by_std,
         )
-        settings = (algorithm.gamma, algorithm.gigpo.weight, algorithm.normalize_by_std)
-        numbers = gigpo(rewards[first], batch["group_number"][first], numbers, states, *settings)
     return by_row(sample, batch["response_tokens"], tokens, numbers)
+
+
+def _turn_columns(turns_of_samples: Iterable[Iterable[tuple[Any, ...]]]) -> Iterator[tuple[Any, ...]]:
+    """Return the first, second and third values of the turns: three sequences, with a tuple a sample."""
+    columns_of_samples = [tuple(zip(*turns, strict=True)) for turns in turns_of_samples]
+    return zip(*columns_of_samples, strict=True)
 
 
 def has_offsets(batch: RemoteBatch) -> bool:
@@ -70,12 +81,12 @@ def session_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: 
     A, baseline and scale: by algorithm.advantage from the sessions' rewards, float [B].
     """
     first, sample = samples_of(batch)
-    slopes, advantages = (
-        function(algorithm, batch, rewards)[first] for function in (sequence_slopes, sequence_advantages)
-    )
-    tokens, offsets, _ = zip(*(zip(*batch["offsets"][row], strict=True) for row in first), strict=True)
+    slopes = sequence_slopes(algorithm, batch, rewards)[first]
+    advantages = sequence_advantages(algorithm, batch, rewards)[first]
+    tokens, offsets, _ = _turn_columns(batch["offsets"][first])
     numbers = [
-        a + s * np.array(turn_offsets) for a, s, turn_offsets in zip(advantages, slopes, offsets, strict=True)
+        advantage + slope * np.array(turn_offsets)
+        for advantage, slope, turn_offsets in zip(advantages, slopes, offsets, strict=True)
     ]
     return by_row(sample, batch["response_tokens"], tokens, numbers)
 
@@ -85,6 +96,7 @@ def gigpo(
     groups: np.ndarray,
     of_turns: Sequence[np.ndarray],
     states: Sequence[Sequence[int]],
+    *,
     gamma: float,
     weight: float,
     normalize_by_std: bool,
@@ -104,9 +116,10 @@ def gigpo(
     sample = np.repeat(np.arange(len(counts)), counts)
     returns = discounted_returns(np.concatenate(of_turns), counts, gamma)
     keys = np.stack([groups[sample], np.fromiter(itertools.chain.from_iterable(states), np.int64)])
-    alike = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+    equal_states = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
     of_sample = grpo(rewards, groups, normalize_by_std=normalize_by_std)
-    advantages = of_sample[sample] + weight * grpo(returns, alike, normalize_by_std=normalize_by_std)
+    of_turn = grpo(returns, equal_states, normalize_by_std=normalize_by_std)
+    advantages = of_sample[sample] + weight * of_turn
     return np.split(advantages, counts.cumsum()[:-1])
 
 
