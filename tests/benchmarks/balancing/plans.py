@@ -91,7 +91,8 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
         rows,
         f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of "
         f"{MINI_BATCHES} random mini-batches, and the same for the lower bound "
-        "(balancing/search/lower_bounds.py). Above bound: percentage points between the two, of the mean and the worst mini-batch. Costs of a "
+        "(balancing/search/lower_bounds.py). Above bound: percentage points between the two, of the mean and "
+        "the worst mini-batch. Costs of a "
         "7B-like Qwen2.5.",
     )
 

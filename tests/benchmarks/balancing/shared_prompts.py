@@ -123,7 +123,8 @@ def _table(cap: float) -> Table:
         rows,
         f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks. Workload of the heaviest rank, and time of "
         "synchronous micro-steps: over the lower bound on the time "
-        "(balancing/search/lower_bounds.py), - 1. The bound need not be reachable. With about as many micro-batches as groups, heavy groups are divided, and each "
+        "(balancing/search/lower_bounds.py), - 1. The bound need not be reachable. With about as many "
+        "micro-batches as groups, heavy groups are divided, and each "
         "part computes the prompt again. The bound only counts this if a cap forces it. Above the cap: "
         f"micro-batches. plan_batch: all mini-batches, CPU time of its one thread, median of {REPETITIONS}.",
     )
