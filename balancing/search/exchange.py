@@ -1,11 +1,11 @@
-"""Even out groups by local search: move a sequence, or exchange one for one, under caps.
+"""Even out groups by local search: move a sequence, or exchange one or two for one or two, under caps.
 
     heaviest group --- a ---> lighter group        the difference `gap` of the two groups shrinks most if
                    <-- b ---                       weight(a) - weight(b) is nearest to gap / 2
 
-Members are sorted by weight, so that one pass over both lists finds the best exchange. Each exchange makes
-the heavier group lighter and no group heavier than the heavier one was, so the search ends. Exchanges of two
-for two took a third to two thirds of the planning time, and gained at most 0.1 % of a step.
+a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best
+exchange. Each exchange makes the heavier group lighter and no group heavier than the heavier one was, so the
+search ends.
 
     first[group] -> sequence -> following[sequence] -> .. -> -1   groups are linked lists, heaviest first
 """
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from balancing.basics.compiled import compiled
 from balancing.basics.grouping import Caps, Floats, Grouping, Integers
 
-Members = tuple[Floats, Floats, Integers]
-"""Weights (descending), tokens and numbers of sequences. Number -1 stands for no sequence."""
+Bundles = tuple[Floats, Floats, Integers, Integers]
+"""Weights (descending), tokens, first and second member (-1 for none) of each bundle."""
 
 TOLERANCE = 1e-5
 """Groups are even if they are within this share of the mean."""
@@ -29,11 +29,14 @@ PARTNERS = 12
 """A heavy group tries so many of the lightest groups, or all if only the heaviest group counts."""
 FAILURES = 64
 """The search ends after so many heavy groups in a row that no exchange makes lighter."""
+PAIRED = 40
+"""Pairs are made of at most so many members of a group, evenly spaced by weight."""
 REACH = 32
-"""If caps forbid the best sequence, the search examines so many on either side."""
+"""If caps forbid the best bundle, the search examines so many on either side."""
 EFFORT = 1_000_000
-"""The search ends after so many groups and sequences, about 5 ms of compiled code."""
+"""The search ends after so many groups and bundles, about 5 ms of compiled code."""
 EFFORT_EACH = 200
+SORTING = 8
 
 
 class LinkedGroups(NamedTuple):
@@ -73,7 +76,7 @@ def _link(weights: Floats, sizes: Floats, group_of: Integers, count: int) -> Lin
 
 
 @compiled
-def _listed_members(groups: LinkedGroups, group: int) -> Integers:
+def _members_of(groups: LinkedGroups, group: int) -> Integers:
     members = np.empty(groups.counts[group], np.int64)
     sequence = groups.first[group]
     for position in range(len(members)):
@@ -155,7 +158,7 @@ def even_out(
     Groups keep `caps` of the packed layout, and none that had a sequence becomes empty.
     weights: float64 [n]. sizes: int64 [n], tokens. equal_size: counts of groups differ by at most one.
     only_heaviest: stop when no exchange makes the heaviest group lighter. target: load that is light enough.
-    effort: groups and sequences to examine, plus `EFFORT_EACH` for each sequence.
+    effort: groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
     """
     count = grouping.count
     order = np.argsort(-weights, kind="stable")
@@ -222,9 +225,12 @@ def exchange_until_even(
             failures += 1
             continue
         failures = 0
-        groups.group_of[outgoing] = light
-        if returned >= 0:
-            groups.group_of[returned] = heavy
+        for sequence in outgoing:
+            if sequence >= 0:
+                groups.group_of[sequence] = light
+        for sequence in returned:
+            if sequence >= 0:
+                groups.group_of[sequence] = heavy
         _relink(groups, heavy, light)
     return groups.group_of
 
@@ -241,44 +247,50 @@ def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) ->
 @compiled
 def _best_exchange(
     groups: LinkedGroups, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
-) -> tuple[int, int, int, int]:
-    """Return partner (-1: none), effort, and the sequences that go to it and come back (-1: none)."""
+) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """Return partner (-1: none), effort, and the sequences that go to the partner and come back."""
     spent = 0
     loads = groups.loads
     tokens = groups.tokens
     counts = groups.counts
-    nothing = (np.zeros(1), np.zeros(1), np.full(1, -1))
-    outgoing = _members(groups, heavy)
-    light = -1
-    ascending = counts[:0]
-    for position in range(min(partners, len(loads))):
-        if position == PARTNERS:  # mostly the first few suffice, beyond them sorting pays
-            ascending = np.argsort(loads, kind="mergesort")
-        if position < PARTNERS:
-            light = _next_lightest(loads, light)
-            spent += len(loads)
-        else:
-            light = ascending[position]
-        gap = loads[heavy] - loads[light]
-        if gap <= loads[heavy] * 1e-9:
-            break
-        nearest = gap / 2 * (1 - 1e-9)
-        best_outgoing = -1
-        best_returned = -1
-        for moved in (1, 0):
-            if not _counts_allow(counts[heavy], counts[light], moved, max_sequences, equal_size):
-                continue
-            returned = nothing if moved == 1 else _members(groups, light)
-            spent += len(outgoing[0]) + len(returned[0])
-            nearest, i, j = _nearest(
-                outgoing, returned, gap / 2, nearest, max_tokens - tokens[heavy], max_tokens - tokens[light]
-            )
-            if i >= 0:
-                best_outgoing = outgoing[2][i]
-                best_returned = returned[2][j]
-        if best_outgoing >= 0:
-            return light, spent, best_outgoing, best_returned
-    return -1, spent, -1, -1
+    for largest in range(1, 3):
+        give = _bundles(groups, heavy, largest)
+        light = -1
+        ascending = counts[:0]
+        for position in range(min(partners, len(loads))):
+            if position == PARTNERS:  # mostly the first few suffice, beyond them sorting pays
+                ascending = np.argsort(loads, kind="mergesort")
+            if position < PARTNERS:
+                light = _next_lightest(loads, light)
+                spent += len(loads)
+            else:
+                light = ascending[position]
+            gap = loads[heavy] - loads[light]
+            if gap <= loads[heavy] * 1e-9:
+                break
+            take = _bundles(groups, light, largest)
+            spent += len(take[1][0]) + SORTING * len(take[2][0])
+            nearest = gap / 2 * (1 - 1e-9)
+            best_given = (-1, -1)
+            best_returned = (-1, -1)
+            for given_count in range(1, largest + 1):
+                for returned in range(largest + 1):
+                    if max(given_count, returned) < largest or not _counts_allow(
+                        counts[heavy], counts[light], given_count - returned, max_sequences, equal_size
+                    ):
+                        continue
+                    a = give[given_count]
+                    b = take[returned]
+                    spent += len(a[0]) + len(b[0])
+                    nearest, i, j = _nearest(
+                        a, b, gap / 2, nearest, max_tokens - tokens[heavy], max_tokens - tokens[light]
+                    )
+                    if i >= 0:
+                        best_given = (a[2][i], a[3][i])
+                        best_returned = (b[2][j], b[3][j])
+            if best_given[0] >= 0:
+                return light, spent, best_given, best_returned
+    return -1, spent, (-1, -1), (-1, -1)
 
 
 @compiled
@@ -294,7 +306,7 @@ def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equa
 
 @compiled
 def _nearest(
-    give: Members, take: Members, half_gap: float, best: float, room_heavy: float, room_light: float
+    give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
 ) -> tuple[float, int, int]:
     """Return the least distance of a difference of weights to `half_gap`, and both positions, -1 for none."""
     best_i = -1
@@ -320,6 +332,26 @@ def _nearest(
 
 
 @compiled
-def _members(groups: LinkedGroups, group: int) -> Members:
-    members = _listed_members(groups, group)
-    return groups.weights[members], groups.sizes[members], members
+def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
+    members = _members_of(groups, group)
+    nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
+    singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))
+    return nothing, singles, _pairs(groups, members) if largest == 2 else nothing
+
+
+@compiled
+def _pairs(groups: LinkedGroups, members: Integers) -> Bundles:
+    chosen = members[:: max(1, -(-len(members) // PAIRED))].copy()
+    count = len(chosen) * (len(chosen) - 1) // 2
+    one = np.empty(count, np.int64)
+    other = np.empty(count, np.int64)
+    position = 0
+    for i in range(len(chosen)):
+        for j in range(i):
+            one[position], other[position] = chosen[j], chosen[i]
+            position += 1
+    weights = groups.weights[one] + groups.weights[other]
+    order = np.argsort(-weights, kind="mergesort")
+    one = one[order]
+    other = other[order]
+    return weights[order], groups.sizes[one] + groups.sizes[other], one, other

@@ -68,9 +68,12 @@ def test_m3_m4_caps_hold_the_heaviest_never_grows_and_the_interpreter_agrees(cas
     [
         ([[0, 1, 2], [3]], [4, 3, 3, 4], False, [7, 7]),  # a move
         ([[0, 1], [2, 3]], [9, 8, 2, 1], True, [10, 10]),  # one for one
+        # 62 against 58: one for one changes them by 5, 12, .. or by less than nothing; 10 and 2 for 5 and 5
+        # takes 2.
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], [40, 10, 10, 2, 28, 20, 5, 5], True, [60, 60]),
     ],
 )
-def test_a_move_or_an_exchange_evens_groups(groups, weights, equal_size, expected):
+def test_moves_and_exchanges_of_one_or_two_even_groups(groups, weights, equal_size, expected):
     after = evened(groups, weights, equal_size=equal_size)
     assert loads(after, weights) == expected
     assert len({len(group) for group in after}) == 1
