@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -33,7 +33,7 @@ from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from workers.batch.metrics import results
-from workers.config.model import checkpointing_words
+from workers.config.model import ONLY_POLICY, LoraConfig, checkpointing_words
 from workers.config.roles import HTTP, RolloutConfig
 from workers.engine.requests import WeightLoad
 from workers.errors import LostError, WorkerError
@@ -57,7 +57,7 @@ class WorkerGroups:
     weight_deltas: bool = False
     transfer_timeout_s: float = math.inf
     judge: Judge | None = None
-    lora_policies: int = 1
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def policy(self) -> WorkerGroup:
@@ -109,12 +109,8 @@ class WorkerGroups:
         """
         if not self.rollouts.actors:
             return {}
-        if self.lora_policies > 1:
-            if adapter:
-                self.policy.use_adapters(adapter)
-            self.rollouts.update_adapters(
-                {adapter: self.policy.export_adapters()[0]} if adapter else {}, version
-            )
+        if self.lora.sends_adapters:
+            self._send_adapters(version, adapter)
             return {}
         if self.device_to_device:
             self.rollouts.receive_weights(lambda: self._with_engines("send_weights", version), version)
@@ -127,6 +123,13 @@ class WorkerGroups:
         numbers = results(metrics)
         self.rollouts.update_weights(weights, version, whole_weights=bool(numbers["weights_whole"]))
         return numbers
+
+    def _send_adapters(self, version: int, adapter: str) -> None:
+        if adapter:
+            self.policy.use_adapters(adapter)
+        is_base = self.lora.policies > 1 and not adapter
+        adapters = {} if is_base else {adapter or ONLY_POLICY: self.policy.export_adapters()[0]}
+        self.rollouts.update_adapters(adapters, version)
 
     def sleep_engines(self) -> None:
         """Free the weights and KV caches of engines that share GPUs. Call before a training pass."""
@@ -218,8 +221,9 @@ def launch(
             yield WorkerGroups(start.load_models(), no_engines, no_rewards)
             return
         deltas = config.rollout.weight_sync == "delta"
-        several = config.model.lora.policies
-        between_gpus = config.uses_gpus and "policy" in config.training_roles and not deltas and several == 1
+        lora = config.model.lora
+        sends_weights = "policy" in config.training_roles and not deltas and not lora.sends_adapters
+        between_gpus = config.uses_gpus and sends_weights
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         engines = start.start_engines(environment, budget, live, replaceable=not between_gpus)
         judge_engines = start.start_judge_engines() or engines
@@ -238,7 +242,7 @@ def launch(
         start.wait_for(engines, judge_engines)
         timeout_s = config.resources.collective_timeout_s
         worker_groups = WorkerGroups(
-            groups, engines, reward_pool, between_gpus, deltas, timeout_s, judge, several
+            groups, engines, reward_pool, between_gpus, deltas, timeout_s, judge, lora
         )
         if between_gpus:
             with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):

@@ -18,6 +18,7 @@ Conditions = dict[str, tuple[str, Callable[[Any], bool]]]
 CONDITIONS: Conditions = {
     "GPUs": ("GPUs", lambda c: c.uses_gpus),
     "CPUs": ("engines on CPUs", lambda c: not c.uses_gpus),
+    "engines": ("engines (a run of controller.fit)", lambda c: c.samples),
     "engines on GPUs": (
         "engines on GPUs (vLLM's on CPUs do not say which experts a token went through)",
         lambda c: c.uses_gpus and c.samples,

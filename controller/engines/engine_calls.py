@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from controller.engines.fleet import FRUITLESS_DEATHS, UP, Fleet, State
+from workers.config.model import ONLY_POLICY
 from workers.config.roles import RolloutConfig
 from workers.errors import ConfigError, LostError, RolloutError
 
@@ -75,7 +76,7 @@ class RolloutEngines:
         self._weights: list[
             tuple[int, ray.ObjectRef]
         ] = []  # a whole file, and what each later version changed
-        # Kept versions of LoRA policies, by name and version, if there are several policies.
+        # Kept versions of LoRA policies, by name and version, if engines get adapters.
         self._adapters: dict[str, dict[int, ray.ObjectRef]] | None = None
         self._adapter_versions = adapter_versions
         self._deltas = config.weight_sync == "delta"
@@ -202,7 +203,7 @@ class RolloutEngines:
 
     def update_adapters(self, adapters: Mapping[str, ray.ObjectRef], version: int) -> None:
         """Load adapters of LoRA policies, by name, as `version` into every engine, including engines that
-        start later.
+        start later. `ONLY_POLICY` names the adapters of the only policy.
 
         Versions that leave them (`versions_to_replace`) may not be sampled meanwhile. Raises as
         `update_weights`.
@@ -307,7 +308,9 @@ class RolloutEngines:
         loading = any(call.replica == replica and call.doing == doing for call in self._calls.values())
         if self.fleet.state(replica) is State.STALE and not loading:
             actor = self.actors[replica]
-            if self._adapters is not None:
+            if self._adapters is not None and ONLY_POLICY in self._adapters:
+                ref = actor.update_adapters.remote(self._adapters[ONLY_POLICY][version], version)
+            elif self._adapters is not None:
                 adapters = {
                     number: files
                     for versions in self._adapters.values()

@@ -298,10 +298,12 @@ def check_all_weights_are_sent(config: Config, model: "PreTrainedModel") -> None
         f"model.path={config.model.path}: engines get weights quantized by {quantization.method} from the "
         "trainer"
     )
-    if config.model.lora.policies > 1:
+    lora = config.model.lora
+    if lora.sends_adapters:
+        setting = "model.lora.sync=adapters" if lora.policies == 1 else f"model.lora.policies={lora.policies}"
         raise ConfigError(
-            f"{key}, which sends adapters alone with model.lora.policies={config.model.lora.policies}. Set "
-            "1, or take the model in bfloat16."
+            f"{key}, which sends adapters alone with {setting}. Set merged and 1 policy, or take the model "
+            "in bfloat16."
         )
     sees = hasattr(model, "get_image_features")
     if sees and not config.model.train_vision and config.rollout_placement != "colocated":

@@ -24,9 +24,9 @@ from controller.preflight.algorithm_checks import (
 )
 from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
+    check_engine_adapters,
     check_engine_count,
     check_lengths,
-    check_lora_policies,
     check_samplings,
     check_turns,
     check_weight_sync,
@@ -96,7 +96,7 @@ def check_settings(config: Config) -> None:
         lambda: check_validation(config),
         lambda: check_engine_count(config),
         lambda: check_weight_sync(config),
-        lambda: check_lora_policies(config),
+        lambda: check_engine_adapters(config),
         lambda: check_engine_options(config.rollout.engine),
         lambda: check_samplings(config),
         lambda: check_turns(config),

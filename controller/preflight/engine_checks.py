@@ -42,21 +42,27 @@ def check_engine_count(config: Config) -> None:
         )
 
 
-def check_lora_policies(config: Config) -> None:
-    """Raise ConfigError where engines cannot take the adapters of several LoRA policies."""
-    several = f"model.lora.policies={config.model.lora.policies}"
+def check_engine_adapters(config: Config) -> None:
+    """Raise ConfigError where engines cannot take adapters."""
     lora = config.model.lora
-    if lora.policies == 1:
+    if not lora.sends_adapters:
         return
+    several = f"model.lora.policies={lora.policies}" if lora.policies > 1 else "model.lora.sync=adapters"
     if lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"model.lora.rank={lora.rank}: with {several}, the limit is {LORA_RANKS[-1]}. Lower it."
         )
     if config.rollout_placement == "colocated":
         raise ConfigError(
-            f"rollout.placement=colocated: engines that sleep lose their adapters, with {several}. Set apart."
+            f"rollout.placement=colocated: engines that sleep lose the base model, which {several} never "
+            "sends. Set apart."
         )
-    if config.rollout.runs_agent:
+    if config.rollout.weight_sync == "delta":
+        raise ConfigError(
+            f"rollout.weight_sync=delta: with {several}, engines get whole adapters, which are small. "
+            "Set full."
+        )
+    if config.rollout.runs_agent and lora.policies > 1:
         raise ConfigError(
             f"{several}: the requests of an agent name no policy. Use rollout.environment or tools."
         )

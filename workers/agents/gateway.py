@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from workers.agents.api_forms import answers_in, error_body
+from workers.agents.recording_client import RecordingClient
 from workers.agents.routes import build
 from workers.agents.session import Session
 from workers.agents.session_requests import CALL, OpenSession, SessionRequest
 from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.session_record import Node
@@ -151,12 +153,14 @@ class Gateway:
         rollout: RolloutConfig,
         caches: KeptCaches | None = None,
         images: ImageInputs | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
         self._rollout = rollout
         self._caches = caches or KeptCaches(rollout)
         self._images = images or ImageInputs(engine)
+        self._adapters = adapters or EngineAdapters(engine)
         self._limits = rollout.gateway
         self._open: dict[str, ServedSession] = {}
         self._app: Any = None
@@ -171,9 +175,8 @@ class Gateway:
         tokenizer = await asyncio.to_thread(
             AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False
         )
-        self._app = await build(
-            self._engine, self._model, self._rollout, tokenizer, self._caches, self._images
-        )
+        client = RecordingClient(self._engine, self._caches, self._images, self._adapters)
+        self._app = await build(client, self._model, self._rollout, tokenizer)
         await self.listen(self, host)
 
     async def listen(self, app: Any, host: str = "127.0.0.1") -> None:

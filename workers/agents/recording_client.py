@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from workers.agents.session_requests import CALL, Prompt, SessionRequest
+from workers.engine.adapters import EngineAdapters
 from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.requests import STOP, Response, turn_seed
@@ -25,10 +26,13 @@ STREAM_TOKENS = 8
 class RecordingClient:
     """An engine client for vLLM's serving classes, which keeps what the engine samples."""
 
-    def __init__(self, engine: "AsyncLLM", caches: KeptCaches, images: ImageInputs) -> None:
+    def __init__(
+        self, engine: "AsyncLLM", caches: KeptCaches, images: ImageInputs, adapters: EngineAdapters
+    ) -> None:
         self._engine = engine
         self._caches = caches
         self._images = images
+        self._adapters = adapters
         self._count = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +66,9 @@ class RecordingClient:
             request.callback(opened.engine_names.discard, name)
             salt = request.enter_context(self._caches.request(opened.seed))
             engine_prompt = await self._images.prompt(prompt.ids, prompt.images, salt)
-            outputs = self._engine.generate(engine_prompt, parameters, name, priority=opened.priority)
+            outputs = self._engine.generate(
+                engine_prompt, parameters, name, lora_request=self._adapters.of(0), priority=opened.priority
+            )
             async for output in outputs:
                 if not collected:
                     _forget_tokenizer(self._engine, name, wanted)

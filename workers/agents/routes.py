@@ -20,8 +20,6 @@ from workers.agents.prompt_renderer import PromptRenderer
 from workers.agents.recording_client import RecordingClient
 from workers.agents.session_requests import CALL, LARGE, SessionRequest
 from workers.config.roles import ModelConfig, RolloutConfig
-from workers.engine.image_inputs import ImageInputs
-from workers.engine.kept_caches import KeptCaches
 from workers.engine.vllm_interface import check_prompt
 from workers.episodes.parsing import TurnParser, opens_reasoning
 from workers.errors import ConfigError, DataError, EpisodeError
@@ -29,7 +27,7 @@ from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer, image_parts
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+    pass
 
 FORCED = ("response_format", "structured_outputs", "tool_choice", "text")  # constrain what is sampled
 OTHERS = {
@@ -205,22 +203,15 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
     return SessionParser
 
 
-async def build(
-    engine: "AsyncLLM",
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    tokenizer: Any,
-    caches: KeptCaches,
-    images: ImageInputs,
-) -> Any:
-    """Return vLLM's application over the engine, for calls in `CALL`."""
+async def build(client: RecordingClient, model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
+    """Return vLLM's application over the engine of `client`, for calls in `CALL`."""
     # Errors of clients, and texts of the policy that no parser can read.
     for quiet in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.entrypoints.anthropic"):
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
     placeholders = await asyncio.to_thread(load_placeholders, model.path)
     renderer = replace(Renderer.with_template(tokenizer, model.chat_template), placeholders=placeholders)
     parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
-    app = await application(RecordingClient(engine, caches, images), model.path, *parser.names)
+    app = await application(client, model.path, *parser.names)
     app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
     for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
         serving = getattr(app.state, name)

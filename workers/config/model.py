@@ -12,6 +12,8 @@ RECOMPUTED = {"none": 0.0, "selective": 0.3, ATTENTION_KEPT: 0.8, "full": 1.0, "
 """Share of a layer's forward pass that its backward pass computes again."""
 CUDA_KERNELS = ("varlen", "flash3", "flash")
 """Values of `model.attention` that are kernels of CUDA devices."""
+ONLY_POLICY = ""
+"""The name of the adapters where one policy is trained. Several have names of their own."""
 ALL_LINEAR = "all-linear"
 """The value of `model.lora.target_modules` that names every linear module of the decoder."""
 
@@ -20,7 +22,11 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A. Only A and B are trained."""
 
-    only_with = ((".rank above 0", "alpha, target_modules, policies"), (".policies above 1", "versions"))
+    only_with = (
+        (".rank above 0", "alpha, target_modules, policies, sync"),
+        (".policies above 1", "versions"),
+        ("engines", "sync"),
+    )
 
     rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
@@ -28,6 +34,12 @@ class LoraConfig:
         ALL_LINEAR,
         "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. "
         "`all-linear` is every linear module except the output layer.",
+    )
+    sync: str = setting(
+        "merged",
+        "What engines get after an update: all weights with the adapters `merged`, or the `adapters` alone, "
+        "which vLLM's LoRA adds to the base model at each token.",
+        choices=("merged", "adapters"),
     )
     policies: int = setting(
         1,
@@ -43,6 +55,11 @@ class LoraConfig:
         minimum=1,
         maximum=1_000,
     )
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether engines get adapters, not merged weights."""
+        return self.policies > 1 or self.sync == "adapters"
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""LoRA adapters of an engine, when several policies are trained from its base model.
+"""LoRA adapters of an engine, which computes them beside the base model.
 
-peft's files of a policy --load--> vLLM, which reads them     request.adapter --of--> adapters of this version
+one policy          peft's files --replace--> vLLM, in place: requests in flight continue with them
+several policies    peft's files --load--> vLLM     request.adapter --of--> adapters of this version
 """
 
 from collections.abc import Awaitable, Mapping
@@ -18,31 +19,52 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+NAME = "policy"
+"""vLLM's name for the adapters of the only policy."""
+
 
 def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
     """Return engine arguments. Raises StopIteration for a rank above the highest of `LORA_RANKS`."""
-    if lora.policies == 1:
+    if not lora.sends_adapters:
         return {}
     rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
-    return {"enable_lora": True, "max_loras": lora.policies * lora.versions, "max_lora_rank": rank}
+    count = lora.policies * lora.versions if lora.policies > 1 else 1
+    return {"enable_lora": True, "max_loras": count, "max_lora_rank": rank}
 
 
 class EngineAdapters:
-    """Adapters of all policies, by the version of the weights in which they were published."""
+    """Adapters of one policy, or of several by the version of the weights in which they were published."""
 
     def __init__(self, engine: "AsyncLLM") -> None:
         self._engine = engine
         self._loaded: dict[int, LoRARequest] = {}
+        self._only: LoRARequest | None = None
 
     def of(self, version: int) -> "LoRARequest | None":
-        """Return a version's, or None for the base model, 0. Raises RolloutError for a version that is not
-        there.
+        """Return a version's. 0: the only policy's, or None for the base model of several policies.
+
+        Raises RolloutError for a version that is not there.
         """
-        if version and version not in self._loaded:
+        if not version:
+            return self._only
+        if version not in self._loaded:
             raise RolloutError(
                 f"adapter={version}: the engine does not have this version. Publish the policy."
             )
-        return self._loaded.get(version)
+        return self._loaded[version]
+
+    async def replace(self, files: Mapping[str, np.ndarray]) -> None:
+        """Load the only policy's adapters in place of its earlier ones. files: see `adapter_files`.
+
+        Keys and values that the earlier ones computed have the same name in vLLM's prefix cache: requests
+        tell them apart by their salt (`KeptCaches`), as after any update.
+        """
+        from vllm.lora.request import LoRARequest
+
+        with TemporaryDirectory() as folder:
+            _write_files(files, folder)
+            await self._engine.add_lora(LoRARequest(NAME, 1, folder, load_inplace=True))
+            self._only = LoRARequest(NAME, 1, folder)  # loaded: its folder is not read again
 
     async def load(self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]) -> None:
         """Have these versions alone. No request of another may be running. adapters: see `adapter_files`."""
@@ -54,9 +76,13 @@ class EngineAdapters:
             if version in self._loaded:
                 continue
             with TemporaryDirectory() as folder:
-                for file, data in (await files).items():
-                    data.tofile(Path(folder) / file)
+                _write_files(await files, folder)
                 # The prefix cache tells adapters apart by this name.
                 request = LoRARequest(f"version-{version}", version, folder)
                 await self._engine.add_lora(request)
             self._loaded[version] = request
+
+
+def _write_files(files: Mapping[str, np.ndarray], folder: str) -> None:
+    for name, data in files.items():
+        data.tofile(Path(folder) / name)

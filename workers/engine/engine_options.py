@@ -35,7 +35,7 @@ OWNED = {
     "model_weights": "model.path",
     "tokenizer": "model.path",
     "dtype": "model.dtype",
-    "enable_lora": "model.lora.policies (of one policy, engines get weights with the adapters merged)",
+    "enable_lora": "model.lora.sync and model.lora.policies",
     "max_loras": "model.lora.policies and model.lora.versions",
     "max_lora_rank": "model.lora.rank",
     "seed": "run.seed",

@@ -158,7 +158,7 @@ class VllmEngineActor:
     async def _make_agent_player(self, engine: "AsyncLLM", images: ImageInputs) -> AgentPlayer:
         import ray
 
-        self._gateway = Gateway(engine, self.model, self.config, self._caches, images)
+        self._gateway = Gateway(engine, self.model, self.config, self._caches, images, self._adapters)
         await self._gateway.start(LOOPBACK if self._front is None else ray.util.get_node_ip_address())
         return AgentPlayer(
             engine, self.config, self._gateway, self._agents, self._front, needs_reward=self._needs_reward
@@ -296,6 +296,20 @@ class VllmEngineActor:
         self._version = version
         self._loads.append(WeightLoad(version, began, time.time() - began))
 
+    async def update_adapters(self, files: Mapping[str, np.ndarray], version: int) -> None:
+        """Load the only policy's adapters as `version`. Requests in flight continue with them.
+
+        files: of `export_adapters`. Raises as `update_weights`.
+        """
+        try:
+            await self._hold_requests()
+            await self._answer("load adapters", self._adapters.replace(files))
+            await self._answer(f"take version {version}", self.engine.update_weight_version(str(version)))
+            await self._resume(version)
+        except RolloutError:
+            await self.engine.resume_generation()
+            raise
+
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's transfer group. See `gpu_transfer`. Needs GPUs."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -304,11 +318,14 @@ class VllmEngineActor:
         await self._answer("join the transfer", self.engine.init_weight_transfer_engine(request))
 
     async def begin_update(self) -> None:
+        await self._hold_requests()
+        await self._answer("prepare for new weights", self.engine.start_weight_update())
+
+    async def _hold_requests(self) -> None:
         self._update_began = time.time()
         self._recomputes = self._caches.begin_update()
         clear = {"clear_cache": self._recomputes, "clear_images": self.model.train_vision}
         await self._answer("hold its requests", hold_requests(self.engine, **clear))
-        await self._answer("prepare for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
         """Fetch weights. update_info: the backend's. Raises as `update_weights`."""
@@ -321,6 +338,9 @@ class VllmEngineActor:
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under `version` and resume requests, which stay paused after an error."""
         await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
+        await self._resume(version)
+
+    async def _resume(self, version: int) -> None:
         held = unfinished_tokens(self.engine) if self._recomputes else {}
         await self._answer("resume", self.engine.resume_generation())
         self._version = version

@@ -74,6 +74,7 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
 CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("GPUs", [["resources.device=cuda"]], [[]]),
     ("CPUs", [[]], [["resources.device=cuda"]]),
+    ("engines", [[]], []),
     ("engines on GPUs", [["resources.device=cuda"]], [[]]),
     ("episodes", [["rollout.environment=a.py:b"], ["rollout.tools=a.py"], ["rollout.agent=http"]], [[]]),
     ("an agent", [["rollout.agent=http"], ["rollout.agent_command=a"]], [["rollout.tools=a.py"]]),

@@ -264,6 +264,7 @@ QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
     ("changes", "overrides", "sees", "named"),
     [
         (QUANTIZED, ("model.lora.rank=4", "model.lora.policies=2"), False, "model.lora.policies=2"),
+        (QUANTIZED, ("model.lora.rank=4", "model.lora.sync=adapters"), False, "model.lora.sync=adapters"),
         (QUANTIZED, (), True, "model.train_vision=true"),
         (QUANTIZED, ("model.train_vision=true",), True, ""),
         (QUANTIZED, (GPU, "rollout.placement=colocated"), True, ""),

@@ -163,6 +163,10 @@ adapters policy.parallel.tensor_parallel=2 model.lora.rank=8
 model.compile=always policy.parallel.tensor_parallel=2 resources.device=cuda
 model.lora.policies=2 model.lora.rank=8
 model.lora.rank=513 model.lora.policies=2
+model.lora.rank=513 model.lora.sync=adapters
+model.lora.sync model.lora.sync=adapters
+rollout.placement=colocated model.lora.sync=adapters model.lora.rank=8 resources.device=cuda
+rollout.weight_sync=delta model.lora.sync=adapters model.lora.rank=8
 rollout.placement=colocated model.lora.policies=2 model.lora.rank=8 resources.device=cuda
 policy.forward_max_tokens_per_micro_batch=95
 policy.forward_max_tokens_per_micro_batch model.forward_length_multiple=64 policy.max_tokens_per_micro_batch=96

@@ -41,6 +41,7 @@ policy.data_parallel=2 batch.sequences_per_step=1
 policy.min_micro_batches=33
 balance.count_multiple=64
 model.lora.policies=2 model.lora.rank=8
+model.lora.sync=adapters model.lora.rank=8
 policy.optimizer.warmup_steps=4 run.steps=3
 validation.every=3
 loss.constant_length loss.aggregation=sequence_mean_token_sum_norm
