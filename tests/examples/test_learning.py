@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_code import starts
+from tests.workers.sandbox.conftest import needs_bubblewrap
 
 ROOT = Path(__file__).parents[2]
-SANDBOXED = pytest.mark.skipif(not starts(), reason="needs bubblewrap 0.8 and user namespaces")
+SANDBOXED = needs_bubblewrap
 
 
 @pytest.mark.slow
