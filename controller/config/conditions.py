@@ -29,6 +29,10 @@ CONDITIONS: Conditions = {
         "rollout.agent (other than http) or rollout.agent_command",
         lambda c: c.rollout.runs_agent and c.rollout.agent != "http",
     ),
+    "code in a sandbox": (
+        "rollout.tools, rollout.environment or rollout.agent_command",
+        lambda c: bool(c.rollout.tools or c.rollout.environment or c.rollout.agent_command),
+    ),
     "reasoning": (
         "rollout.environment, rollout.tools, an agent or a thinking budget (sampling.max_thinking_tokens)",
         lambda c: (

@@ -18,6 +18,7 @@ from workers.chat_templates import template_of
 from workers.episodes.parser_names import known_parsers, parsers_of
 from workers.errors import ConfigError, DataError, Problems
 from workers.rendering import Messages, Options
+from workers.sandbox import tools as sandbox_tools
 from workers.user_code.functions import Tools, find_tools
 
 Chat = tuple[Messages, Options]
@@ -37,6 +38,8 @@ def try_chats(config: Config, data: Records, log: Log) -> tuple[Tools, Examined 
         if config.rollout.tools:
             tools = _tools(config, log)
     problems.raise_all()
+    if config.rollout.tools and config.rollout.sandbox.kind:
+        _check_sandbox_tools(config, tools)
     chats = _first_chats(config, data, tools.schemas)
     if config.rollout.tools:
         _check_offered(config, chats, tools.schemas)
@@ -68,6 +71,16 @@ def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
         raise ConfigError(
             f"rollout.tools={tools}: which parser reads the calls of model.path={model} is unknown. Set "
             f"rollout.tool_parser to one of: {', '.join(sorted(known_parsers('tool_parser')))}."
+        )
+
+
+def _check_sandbox_tools(config: Config, tools: Tools) -> None:
+    names = {tool_name(schema) for schema in tools.schemas}
+    if not names & set(sandbox_tools.__all__):
+        raise ConfigError(
+            f"rollout.sandbox.kind={config.rollout.sandbox.kind}: rollout.tools={config.rollout.tools} has none of "
+            f"{', '.join(sandbox_tools.__all__)}, so nothing runs in the sandbox. Import one into the file and its "
+            "__all__ from workers.sandbox.tools, or remove the setting."
         )
 
 

@@ -53,12 +53,22 @@ def tried_lines(config: Config, tried_inputs: Tried) -> list[str]:
             if config.rollout.agent_command
             else []
         ),
+        *_sandbox_lines(config),
         *([f"{config.run.step}: imported, makes each step"] if tried_inputs.step else []),
         *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried_inputs.functions),
         *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried_inputs.sampled else []),
         *(f"warning: {line}" for line in tried_inputs.answer_warnings),
         *certificate_lines(config),
     ]
+
+
+def _sandbox_lines(config: Config) -> list[str]:
+    sandbox = config.rollout.sandbox
+    if not sandbox.kind:
+        return []
+    network = "the network" if sandbox.network else "no network"
+    limits = f"{sandbox.cpus:g} CPUs, {sandbox.memory_gib:g} GiB, {sandbox.processes:,} processes"
+    return [f"{sandbox.kind}: a sandbox for each sample, {limits}, {network}"]
 
 
 def certificate_lines(config: Config) -> list[str]:

@@ -40,6 +40,7 @@ from controller.planning.planner import counted_costs
 from workers.batch.score import RAW, Score
 from workers.errors import DataError, Problems
 from workers.images.images import ImageSource
+from workers.sandbox.kinds import export_settings
 from workers.user_code.environments import Answered
 from workers.user_code.functions import Tools
 from workers.user_code.pictures import Pictures
@@ -98,6 +99,8 @@ def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions 
     tools = Tools(b"", [])
     template = None
     environment, answered, agent = b"", None, b""
+    if config.rollout.sandbox.kind:
+        export_settings(config.rollout.sandbox)
     with problems.collecting():
         functions, score = reward_functions(config, first, log, call_functions)
     with problems.collecting():

@@ -16,6 +16,7 @@ from workers.user_code.task_sources import package_of
 PLAYERS = ("environment", "tools", "agent", "agent_command")
 """Settings of rollout that make samples episodes, of which a run has one."""
 
+SANDBOX_TOOLS = "workers.sandbox.tools"
 SHORTEST_KEY = 16
 COLDEST = 0.01
 """Lowest temperature at which vLLM samples."""
@@ -153,6 +154,7 @@ def check_turns(config: Config) -> None:
         lambda: _check_parser("reasoning_parser", rollout.reasoning_parser),
         lambda: _check_history(config),
         lambda: _check_longest_turn(config),
+        lambda: _check_sandbox(config),
     )
 
 
@@ -184,6 +186,20 @@ def _check_player(key: str, name: str) -> None:
         )
     elif not package_of(name):
         check_function(key, name)
+
+
+def _check_sandbox(config: Config) -> None:
+    """Raise ConfigError if the sandbox cannot be made here, or if nothing runs in it."""
+    rollout = config.rollout
+    if not rollout.sandbox.kind:
+        if rollout.tools == SANDBOX_TOOLS:
+            raise ConfigError(
+                f"rollout.tools={SANDBOX_TOOLS}: rollout.sandbox.kind is empty. Set it, see docs/sandboxes.md."
+            )
+        return
+    from workers.sandbox.kinds import check_sandbox
+
+    check_sandbox(rollout.sandbox)
 
 
 def _check_whole_turns(config: Config, key: str) -> None:

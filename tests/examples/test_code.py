@@ -55,6 +55,17 @@ def test_its_configuration_is_valid(settings: list[str], capsys: pytest.CaptureF
     assert "tools python" in told and '"name": "python"' in told
 
 
+def test_the_tools_of_a_sandbox_take_its_place(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sandbox = ["rollout.sandbox.kind=bubblewrap", "rollout.tools=workers.sandbox.tools"]
+    fit.main([*settings, *sandbox, "--dry-run"])  # the tiny model has no room for three tools
+    told = capsys.readouterr().out
+    assert "tools read_file, shell, write_file" in told and "bubblewrap: a sandbox for each sample" in told
+    assert fit.main([*settings, *sandbox[:1], "--dry-run"]) == 2
+    assert "has none of read_file, shell, write_file" in capsys.readouterr().err
+
+
 def test_without_bubblewrap_nothing_starts(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,18 +164,20 @@ def command(line: str) -> Callable[..., Any]:
             reader.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
         if code:
             end = str(subprocess.CalledProcessError(code, line)).rstrip(".")
-            error = hide_session_keys(_error_in(list(last_errors)))[:LONGEST_QUOTE]
+            error = hide_session_keys(error_in(list(last_errors)))[:LONGEST_QUOTE]
             raise EpisodeError((f"{end}: {error}" if error else end) + _shadowing_file(line, error))
-        reward = b"".join(last_line)
-        if len(reward) > LONGEST_ANSWER:
-            raise EpisodeError(
-                f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes"
-            )
-        with suppress(ValueError):
-            value = json.loads(reward)
-            return value if isinstance(value, dict) and "reward" in value else None
+        return reward_in(b"".join(last_line))
 
     return run
+
+
+def reward_in(last_line: bytes) -> Any:
+    """Return the reward that a command printed last, or None. Raises EpisodeError if the line is too long."""
+    if len(last_line) > LONGEST_ANSWER:
+        raise EpisodeError(f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes")
+    with suppress(ValueError):
+        value = json.loads(last_line)
+        return value if isinstance(value, dict) and "reward" in value else None
 
 
 def _show(stream: IO[bytes], last_line: list[bytes]) -> None:
@@ -203,7 +205,7 @@ def _show_errors(stream: IO[bytes], last_lines: deque[str]) -> None:
         last_lines.append(text)
 
 
-def _error_in(lines: list[str]) -> str:
+def error_in(lines: list[str]) -> str:
     """Return the error of the last traceback, whose text may have further lines, or else the last line."""
     lines = [line for line in lines if line.strip()]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]

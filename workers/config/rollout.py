@@ -6,6 +6,7 @@ Plain dataclasses, as in `roles.py`, which gives them to everybody else.
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.config.sandbox import SandboxConfig
 from workers.config.setting import setting
 
 
@@ -135,6 +136,7 @@ class RolloutConfig:
         (".tools", "max_tool_calls, max_tool_characters"),
         ("an agent", "gateway, agent_timeout_s"),
         ("an agent's process", "agent_memory_gib, agent_processes"),
+        ("code in a sandbox", "sandbox"),
     )
 
     replicas: int = setting(
@@ -275,6 +277,7 @@ class RolloutConfig:
         64, "Processes of an agent in one session. With more, they are killed.", minimum=1, maximum=10**6
     )
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tool_parser: str = setting(
         "",
         "vLLM's parser of tool calls, by name (see docs/conversations.md). Empty finds it from the chat "

@@ -94,17 +94,13 @@ class VllmEngineActor:
         self._gateway: Gateway | None = None
         self._player: Player | None = None
         self._needs_reward = needs_reward
+        if rollout.sandbox.kind:
+            self._prepare_sandboxes()
         if rollout.runs_agent and front is None:
-            self._agents = AgentPool(
-                rollout.agent_command or environment,
-                rollout.agent_timeout_s,
-                memory_gib=rollout.agent_memory_gib,
-                processes=rollout.agent_processes,
-            )
+            self._agents = self._make_agent_pool(environment)
             self._environments = self._agents
         elif rollout.tools:
-            limits = {"max_calls": rollout.max_tool_calls, "max_characters": rollout.max_tool_characters}
-            self._environments = ToolPool(environment, environment_timeout_s, **limits)
+            self._environments = self._make_tool_pool(environment, environment_timeout_s)
         elif environment:
             self._environments = EnvironmentPool(environment, environment_timeout_s)
         self._caches = KeptCaches(rollout)
@@ -114,6 +110,36 @@ class VllmEngineActor:
         self._loads: list[WeightLoad] = []
         self._weights = WeightFile()  # empty unless rollout.weight_sync=delta
         self._recomputing: asyncio.Task[None] | None = None
+
+    def _prepare_sandboxes(self) -> None:
+        """Refuse a node that cannot make them, and remove those of processes that were killed."""
+        from workers.sandbox.kinds import check_sandbox, export_settings, remove_left_over_sandboxes
+
+        check_sandbox(self.config.sandbox)
+        export_settings(self.config.sandbox)
+        remove_left_over_sandboxes(self.config.sandbox)
+
+    def _make_agent_pool(self, agent: bytes) -> AgentPool:
+        rollout = self.config
+        limits: dict[str, Any] = {
+            "memory_gib": rollout.agent_memory_gib,
+            "processes": rollout.agent_processes,
+        }
+        if rollout.agent_command and rollout.sandbox.kind:
+            from workers.sandbox.pools import SandboxAgentPool
+
+            line = rollout.agent_command
+            return SandboxAgentPool(line, rollout.agent_timeout_s, sandbox=rollout.sandbox, **limits)
+        return AgentPool(rollout.agent_command or agent, rollout.agent_timeout_s, **limits)
+
+    def _make_tool_pool(self, tools: bytes, timeout_s: float) -> ToolPool:
+        rollout = self.config
+        limits = {"max_calls": rollout.max_tool_calls, "max_characters": rollout.max_tool_characters}
+        if rollout.sandbox.kind:
+            from workers.sandbox.pools import SandboxToolPool
+
+            return SandboxToolPool(tools, timeout_s, sandbox=rollout.sandbox, **limits)
+        return ToolPool(tools, timeout_s, **limits)
 
     def __repr__(self) -> str:
         return f"rollout {self.index}"

@@ -36,14 +36,14 @@ class SandboxLimits:
     disk_mib: int = 1024
     output_bytes: int = 65_536
     network: bool = False
-    lifetime_s: float = 3600.0
+    lifetime_s: float = 86_400.0
 
 
 @dataclass(frozen=True)
 class SandboxLabel:
-    """Labels by which sandboxes are found again. run: an id of the run's folder. sample: one of its samples."""
+    """Labels by which sandboxes are found again. owner: the process that opened it. sample: of the run."""
 
-    run: str
+    owner: str
     sample: str
 
 

@@ -28,6 +28,8 @@ LIMITED = ["/bin/sh", "-c", 'ulimit -v "$1" && shift && exec "$@"', "sh"]
 
 
 def main() -> None:
+    if sys.argv[1].isdigit():  # in a container: the way to the gateway alone
+        relay(socket.create_server(("127.0.0.1", int(sys.argv[1]))))
     settings = json.loads(sys.argv[1])
     for name, limit in settings["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))

@@ -119,6 +119,12 @@ def plain_value(value: Any) -> str:
     return text
 
 
+def cut_text(text: str, longest: int) -> str:
+    """Return the beginning of a result, and how much is missing."""
+    rest = len(text) - longest
+    return text if rest <= 0 else f"{text[:longest]} [cut: {rest:,} more characters]"
+
+
 class Caller:
     """Call tools in the process."""
 
@@ -138,5 +144,4 @@ class Caller:
         except RAISED as error:
             reply((False, describe_error(error)))
             return
-        rest = len(text) - longest
-        reply((True, text if rest <= 0 else f"{text[:longest]} [cut: {rest:,} more characters]"))
+        reply((True, cut_text(text, longest)))

@@ -1,0 +1,163 @@
+"""Docker and Podman, by a stand-in for their command lines: what they are asked, and what is left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.config.sandbox import SandboxConfig
+from workers.errors import ConfigError, EpisodeError
+from workers.sandbox.containers import ContainerSandbox
+from workers.sandbox.kinds import _check_kind, check_sandbox, open_sandbox, remove_left_over_sandboxes
+from workers.sandbox.owners import OWNER, own_label
+from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
+
+ROOT = Path(__file__).parents[3]
+CLIENT = Path(__file__).with_name("fake_container_client.py")
+LIMITS = SandboxLimits(cpus=0.5, memory_mib=256, processes=8, disk_mib=2, command_s=5, output_bytes=1000)
+
+
+@pytest.fixture(params=["docker", "podman"])
+def program(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    state = tmp_path / "state"
+    state.mkdir()
+    client = tmp_path / "bin" / request.param
+    client.parent.mkdir()
+    client.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {CLIENT} "$@"\n')
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.defpath}")
+    monkeypatch.setenv("FAKE_CLIENT_STATE", str(state))
+    _check_kind.cache_clear()
+    yield request.param
+    _check_kind.cache_clear()
+
+
+def containers() -> list[Path]:
+    return list(Path(os.environ["FAKE_CLIENT_STATE"]).iterdir())
+
+
+def make_box(program: str, **options: Any) -> ContainerSandbox:
+    return ContainerSandbox(LIMITS, own_label("7"), program=program, image="tests/image", **options)
+
+
+def test_commands_files_and_limits(program: str) -> None:
+    with make_box(program) as box:
+        (container,) = containers()
+        given = json.loads((container / "arguments.json").read_text())
+        assert {"--cpus=0.5", "--memory=256m", "--memory-swap=256m", "--pids-limit=8"} <= set(given)
+        assert {"--network=none", f"--ulimit=fsize={2**21}", "--pull=never", "--rm", "--init"} <= set(given)
+        assert "--label=ballast.sample=7" in given and given[-2:] == ["-c", "sleep 86400"]
+        result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
+        assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
+        assert box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text == "/usr\nb c\n"
+        assert box.run(["nowhere"]).exit_code == 127
+        long = box.run("head -c 5000 /dev/zero")
+        assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
+        content = bytes(range(256)) * 4096
+        box.write("deep/er/it's", content)
+        assert box.read("deep/er/it's") == content
+        for path in ("missing", "deep"):
+            with pytest.raises(SandboxFileError, match=path):
+                box.read(path)
+        with pytest.raises(SandboxFileError, match="/dev/null/x"):
+            box.write("/dev/null/x", b"")
+        box.run("truncate -s 3M sparse; mkfifo pipe")
+        for path in ("sparse", "pipe"):
+            with pytest.raises(SandboxFileError, match=path):
+                box.read(path)
+    assert not containers()
+    with pytest.raises(SandboxError, match="stopped"):
+        box.run("true")
+
+
+def test_a_command_ends_in_time_and_the_sandbox_goes_on(program: str) -> None:
+    with make_box(program) as box:
+        start = time.monotonic()
+        result = box.run("sleep 30", timeout_s=0.2)
+        assert result.timed_out and result.exit_code == 137 and time.monotonic() - start < 5
+        assert not box.run("exit 137").timed_out
+
+
+def test_a_lost_container_fails_its_sample(program: str) -> None:
+    with make_box(program) as box:
+        subprocess.run([program, "rm", "--force", containers()[0].name], check=True)
+        with pytest.raises(EpisodeError, match="No such container"):
+            box.run("true")
+    assert not containers()
+
+
+def test_two_samples_have_two_containers_and_a_failed_start_leaves_none(program: str) -> None:
+    with make_box(program) as first, make_box(program) as second:
+        first.write("a", b"1")
+        assert second.run("ls").text == "" and len(containers()) == 2
+    broken = ContainerSandbox(LIMITS, own_label("8"), program=program, image="tests/gone")
+    with pytest.raises(SandboxError, match="tests/gone"), broken:
+        pass
+    assert not containers()
+
+
+OWNER_CODE = """
+import os, signal
+from workers.sandbox.containers import ContainerSandbox
+from workers.sandbox.owners import own_label
+from workers.sandbox.protocol import SandboxLimits
+box = ContainerSandbox(SandboxLimits(), own_label("0"), program={program!r}, image="tests/image")
+box.start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_start_removes_what_a_killed_owner_left(program: str) -> None:
+    settings = SandboxConfig(kind=f"{program}:tests/image")
+    with make_box(program):  # of a run that lives
+        code = OWNER_CODE.format(program=program)
+        owner = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
+        assert owner.returncode == -9 and len(containers()) == 2
+        foreign = [f"--label={OWNER}=elsewhere_1_2", "--name=foreign", "tests/image"]
+        subprocess.run([program, "run", *foreign], check=True)
+        assert remove_left_over_sandboxes(settings) == 1
+        assert len(containers()) == 2, "a living run's, and another machine's"
+
+
+def test_an_agent_reaches_the_gateway_through_a_mounted_file(program: str) -> None:
+    with make_box(program, gateway=("127.0.0.1", 8123)) as box:
+        (container,) = containers()
+        given = json.loads((container / "arguments.json").read_text())
+        (volume,) = [word for word in given if word.startswith("--volume=")]
+        folder = volume.removeprefix("--volume=").removesuffix(":/run/gateway")
+        assert Path(folder, "socket").is_socket() and "--network=none" in given
+        command = json.loads((container / "detached.json").read_text())
+        assert command[0] == "python3" and command[-1] == "8123"
+        box.stop()
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("image", "problem"), [("tests/gone", "pull tests/gone"), ("", "names no image")], ids=["gone", "none"]
+)
+def test_a_missing_image_is_refused_before_the_run(program: str, image: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_sandbox(SandboxConfig(kind=f"{program}:{image}"))
+    check_sandbox(SandboxConfig(kind=f"{program}:tests/image"))
+
+
+def test_a_missing_daemon_client_or_kind_is_refused(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SandboxConfig(kind=f"{program}:tests/image")
+    (tmp_path / "no-daemon").touch()
+    with pytest.raises(ConfigError, match="Cannot connect"):
+        check_sandbox(settings)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="not installed"):
+        check_sandbox(settings)
+    with pytest.raises(ConfigError, match="bubblewrap, docker, podman"):
+        check_sandbox(SandboxConfig(kind="chroot"))
+    with pytest.raises(SandboxError):
+        open_sandbox(settings, "1").start()

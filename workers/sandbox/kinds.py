@@ -1,0 +1,106 @@
+"""The kinds of sandboxes by the name in a setting: what each needs, how it is opened, what is left over."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from functools import cache
+
+from workers.config.sandbox import SandboxConfig
+from workers.errors import ConfigError
+from workers.sandbox.bubblewrap import BubblewrapSandbox, find_interpreter
+from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
+from workers.sandbox.owners import own_label
+from workers.sandbox.protocol import Sandbox, SandboxError, SandboxLimits
+
+BUBBLEWRAP = "bubblewrap"
+KINDS = (BUBBLEWRAP, *PROGRAMS)
+KEY = "rollout.sandbox.kind"
+VARIABLE = "BALLAST_SANDBOX"
+"""Environment variable with the run's settings, for environments."""
+
+
+def check_sandbox(settings: SandboxConfig) -> None:
+    """Raise ConfigError if this machine cannot make the sandbox. No weaker one takes its place."""
+    _check_kind(settings.kind)
+    if settings.network and settings.kind.startswith(BUBBLEWRAP):
+        raise ConfigError(
+            f"rollout.sandbox.network=true: {KEY}={settings.kind} has no network. Remove it, or use docker:IMAGE."
+        )
+
+
+@cache
+def _check_kind(text: str) -> None:
+    kind, _, image = text.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(f"{KEY}={text}: there is no such kind. Use one of: {', '.join(KINDS)}.")
+    if kind in PROGRAMS:
+        check_container(KEY, kind, image)
+        return
+    missing = [folder for folder in _folders(image) if not os.path.isdir(folder)]
+    if missing:
+        raise ConfigError(f"{KEY}={text}: {missing[0]} is not a folder. Name folders that commands may read.")
+    try:
+        find_interpreter()
+    except SandboxError as error:
+        raise ConfigError(
+            f"{KEY}={text}: {error}. Install bubblewrap 0.8 or later and allow user namespaces, or use another kind."
+        ) from None
+
+
+def limits_of(settings: SandboxConfig) -> SandboxLimits:
+    return SandboxLimits(
+        cpus=settings.cpus,
+        memory_mib=max(1, int(settings.memory_gib * 1024)),
+        processes=settings.processes,
+        command_s=settings.command_timeout_s,
+        disk_mib=max(1, int(settings.disk_gib * 1024)),
+        network=settings.network,
+    )
+
+
+def open_sandbox(
+    settings: SandboxConfig,
+    sample: str,
+    *,
+    limits: SandboxLimits | None = None,
+    gateway: tuple[str, int] | None = None,
+) -> Sandbox:
+    """Return a sandbox to start, `with open_sandbox(...) as sandbox`.
+
+    sample: names it. limits: empty for those of the settings. gateway: host and port that it reaches as
+    127.0.0.1 and this port.
+    """
+    kind, _, image = settings.kind.partition(":")
+    limits = limits or limits_of(settings)
+    label = own_label(sample)
+    if kind == BUBBLEWRAP:
+        return BubblewrapSandbox(limits, label, gateway=gateway, folders=_folders(image))
+    if kind in PROGRAMS:
+        return ContainerSandbox(limits, label, program=kind, image=image, gateway=gateway)
+    raise SandboxError(f"{KEY}={settings.kind}: there is no such kind")
+
+
+def remove_left_over_sandboxes(settings: SandboxConfig) -> int:
+    """Remove the sandboxes of processes of this machine that have ended, such as a killed run's."""
+    kind = settings.kind.partition(":")[0]
+    return remove_left_over(kind) if kind in PROGRAMS else 0  # bubblewrap's end with their owner
+
+
+def export_settings(settings: SandboxConfig) -> None:
+    """Give the settings to processes that this one starts, for `open_run_sandbox`."""
+    os.environ[VARIABLE] = json.dumps(asdict(settings))
+
+
+def open_run_sandbox(sample: str = "", **limits: float) -> Sandbox:
+    """Return a sandbox of `rollout.sandbox`, to start, for an environment. limits: of SandboxLimits, others than
+    the settings'. Raises SandboxError if the run has none.
+    """
+    values = json.loads(os.environ.get(VARIABLE, "{}"))
+    settings = SandboxConfig(**values)
+    if not settings.kind:
+        raise SandboxError(f"{KEY} is not set, and the environment opens a sandbox")
+    return open_sandbox(settings, sample, limits=replace(limits_of(settings), **limits))  # type: ignore[arg-type]
+
+
+def _folders(text: str) -> list[str]:
+    return [os.path.abspath(folder) for folder in text.split(":") if folder]

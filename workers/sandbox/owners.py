@@ -1,0 +1,45 @@
+"""Labels of sandboxes that outlive their process, and which of these are left over.
+
+A label names the process that opened the sandbox: whoever finds it on the same machine knows whether that process
+lives. A run's name would not say so: the run may have been killed, or may run at this moment.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+
+from workers.sandbox.protocol import SandboxLabel
+
+OWNER = "ballast.owner"
+SAMPLE = "ballast.sample"
+
+
+def own_label(sample: str) -> SandboxLabel:
+    """Return the label of a sandbox that this process opens."""
+    return SandboxLabel(_name(os.getpid()), sample)
+
+
+def is_left_over(owner: str) -> bool:
+    """Whether the process of this machine that a label names has ended. False for another machine's."""
+    host, _, rest = owner.partition("_")
+    pid = rest.partition("_")[0]
+    return host == _host() and pid.isdigit() and _name(int(pid)) != owner
+
+
+def labels(label: SandboxLabel) -> Mapping[str, str]:
+    return {OWNER: label.owner, SAMPLE: label.sample}
+
+
+def _name(pid: int) -> str:
+    """Return a name of a process that no later one has: Kubernetes takes letters, digits, '-', '_' and '.'."""
+    import psutil
+
+    try:
+        start = int(psutil.Process(pid).create_time() * 100)
+    except psutil.Error:
+        start = 0
+    return f"{_host()}_{pid}_{start}"
+
+
+def _host() -> str:
+    return socket.gethostname().replace("_", "-")[:32].strip("-.")
