@@ -231,20 +231,50 @@ def test_a_part_of_a_turn_has_whole_tokens_and_is_split_at_added_ones(
 
 @pytest.mark.parametrize("written", ["Hm", " Hm ", "H<end>m", "<end>"])
 @pytest.mark.parametrize("before", ["", "<end>:"])
-def test_a_turn_that_the_template_shows_whole_stays_one_part(written: str, before: str) -> None:
-    """With what the policy wrote before and behind the text, such as its end token, and wherever it begins."""
+@pytest.mark.parametrize("behind", ["A:", ""])
+def test_a_turn_that_the_template_shows_whole_stays_one_part(written: str, before: str, behind: str) -> None:
+    """With what the policy wrote before and behind the text, such as its end token, and wherever it begins and
+    ends.
+    """
     tokenizer = Characters()
     history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
     turn = tokenizer.ids(f"{before}{written}<end>")
     message = history.opaque({"content": written}, turn)
     assert "H" not in message["content"]
-    added, parts = history.next_prompt(f"another Q:{before}{message['content']}<end>A:")
+    added, parts = history.next_prompt(f"another Q:{before}{message['content']}<end>{behind}")
     assert added == ""
-    assert [part if isinstance(part, str) else part.ids.tolist() for part in parts or ()] == [
-        "another Q:",
-        turn.tolist(),
-        "A:",
-    ]
+    assert listed_parts(parts) == ["another Q:", turn.tolist(), behind]
+
+
+def listed_parts(parts: list[str | Response] | None) -> list[str | list[int]]:
+    return [part if isinstance(part, str) else part.ids.tolist() for part in parts or ()]
+
+
+def test_a_turn_shown_before_an_earlier_one_is_text() -> None:
+    """Otherwise the prompt would say what stands between both twice."""
+    tokenizer = Characters()
+    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
+    first, second = (
+        history.opaque({"content": word}, tokenizer.ids(f"{word}<end>"))["content"] for word in ("one", "two")
+    )
+    parts = history.next_prompt(f"latest {second}<end>earlier {first}<end>A:")[1]
+    assert listed_parts(parts) == ["latest two<end>earlier ", tokenizer.ids("one").tolist(), "<end>A:"]
+
+
+class Words(Characters):
+    """A tokenizer whose token 1 is `ab`."""
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return super().decode(ids).replace(chr(1), "ab")
+
+
+def test_a_text_without_a_whole_token_of_the_turn_is_not_split() -> None:
+    """Two parts would be encoded apart, and so as other tokens."""
+    history = History(Words(), "Q:", not_sampled(Characters().ids("Q:")))
+    message = history.opaque({"content": "a"}, np.array([1]))
+    parts = history.next_prompt(f"another Q:{message['content']} A:")[1]
+    assert listed_parts(parts) == ["another Q:a A:"]
+    assert history.cut_tokens == 1
 
 
 def test_the_page_of_templates_says_so() -> None:
