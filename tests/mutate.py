@@ -206,7 +206,10 @@ def _instructions(code: CodeType) -> tuple[object, ...]:
 
 
 def replace_code(file: Path, replacements: dict[CodeType, CodeType]) -> None:
-    for function in gc.get_objects():
+    gc.unfreeze()  # conftest freezes what was imported, and `get_objects` returns nothing frozen
+    objects = gc.get_objects()
+    gc.freeze()
+    for function in objects:
         if type(function) is FunctionType and function.__code__.co_filename == str(file):
             function.__code__ = replacements.get(function.__code__, function.__code__)
 
@@ -248,6 +251,7 @@ class Trial:
         self.ran: dict[str, set[tuple[str, int]]] = {}  # by test: file and line of its statements
         self.seconds: dict[str, float] = {}
         self.slow: set[str] = set()
+        self.failures: dict[str, str] = {}
         self.of_processes: set[str] = set()
 
     @pytest.hookimpl(tryfirst=True)
@@ -255,7 +259,9 @@ class Trial:
         self.session = session
         self._say(f"{len(session.items)} mirrored tests")
         self._note_statements()
-        slow = [item.nodeid for item in session.items if item.nodeid not in self.seconds]
+        slow = [item.nodeid for item in session.items if item.nodeid not in {**self.seconds, **self.failures}]
+        for test, error in self.failures.items():
+            self._say(f"left out, fails without a mutant: {test}: {error}")
         self._say(
             f"pass in {sum(self.seconds.values()):.0f} s without a mutant. "
             f"Left out, slower than {self.most_s} s: {', '.join(slow) or 'none'}"
@@ -273,6 +279,10 @@ class Trial:
         )
         return True
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failures[report.nodeid] = report.longreprtext.rpartition("\n")[2]
+
     def _say(self, line: str) -> None:
         print(line, file=self.output, flush=True)
 
@@ -280,17 +290,19 @@ class Trial:
         notes = self.tree / "notes.json"
 
         def run_and_note() -> bool:
-            passed, ran, seconds = self._record()
-            notes.write_text(json.dumps([list(ran.items()), seconds, sorted(self.of_processes)]))
-            return passed
+            ran, seconds = self._record()
+            notes.write_text(
+                json.dumps([list(ran.items()), seconds, sorted(self.of_processes), self.failures])
+            )
+            return True
 
         if not self._in_fork(run_and_note, 900.0):
-            pytest.exit("the tests fail without a mutant", 2)
-        ran, self.seconds, of_processes = json.loads(notes.read_text())
+            pytest.exit("the tests do not end without a mutant", 2)
+        ran, self.seconds, of_processes, self.failures = json.loads(notes.read_text())
         self.of_processes = set(of_processes)
         self.ran = {test: {(file, line) for file, line in statements} for test, statements in ran}
 
-    def _record(self) -> tuple[bool, dict[str, list[tuple[str, int]]], dict[str, float]]:
+    def _record(self) -> tuple[dict[str, list[tuple[str, int]]], dict[str, float]]:
         statements: set[tuple[str, int]] = set()
         builtins.__ran__ = lambda file, line: statements.add((file, line))  # type: ignore[attr-defined]
         for file in {self.tree / mutant.file for mutant in self.mutants}:
@@ -318,11 +330,11 @@ class Trial:
             signal.setitimer(signal.ITIMER_PROF, self.most_s)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            if item.nodeid not in self.slow:
+            if item.nodeid not in self.slow and item.nodeid not in self.failures:
                 seconds[item.nodeid] = time.monotonic() - start
                 ran[item.nodeid] = sorted(statements)
             statements.clear()
-        return not self.session.testsfailed, ran, seconds
+        return ran, seconds
 
     def _verdict(self, mutant: Mutant) -> str:
         path = self.tree / mutant.file

@@ -1,5 +1,6 @@
 """The harness of mutants changes code and nothing else."""
 
+import gc
 import importlib
 import re
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_a_loaded_function_gets_the_code_of_its_mutant(
     file.write_text(LOADED)
     monkeypatch.syspath_prepend(tmp_path)
     outer = importlib.import_module("loaded_by_mutants").outer
+    gc.freeze()  # as after tests were collected
     source = file.read_bytes()
     replace_code(file, new_code(file, source, source.replace(b"x + add", b"x - add")) or {})
     assert outer(5) == [3, 8]
