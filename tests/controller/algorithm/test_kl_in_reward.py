@@ -81,6 +81,17 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     assert resumed.record.metrics["reward/kl_coefficient"] == run.kl_coefficient
 
 
+def test_each_row_of_a_sample_loses_the_kl_of_the_whole_sample() -> None:
+    sample = np.array([0, 0, 1, 2, 3])
+    columns = {"reward": np.array([1.0, 1.0, 0.0, 1.0, 1.0]), "group_number": np.array([0, 0, 0, 1, 1])}
+    batch = RemoteBatch(columns | {"sample_number": sample, "response_tokens": np.array([2, 1, 1, 2, 2])}, {})
+    run = run_with(np.array([1.5, 0.5, 0.0, 1.0, 5.0]), None, coefficient=0.1)
+    credited = with_advantages(run, batch)
+    expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), np.array([0, 0, 1, 1]))
+    assert credited["advantages"] == pytest.approx(expected[sample])
+    assert run.record.metrics["reward/kl"] == 2.0
+
+
 def test_it_brings_the_reference_and_old_log_probs(workspace: Path) -> None:
     config = load(
         "config.yaml",
