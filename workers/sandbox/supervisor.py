@@ -115,7 +115,7 @@ def watch(process: "subprocess.Popen[bytes]", request: dict[str, Any], woken: in
         if rest_s <= 0:
             timed_out = True
             kill_all()
-            status = signal.SIGKILL
+            status = int(signal.SIGKILL)
         ready, _, _ = select.select(streams, [], [], max(0.0, min(rest_s, 1.0)))
         if woken in ready:
             os.read(woken, CHUNK)
