@@ -210,7 +210,7 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         "optimizer_offload": _offloads_optimizer(config, role),
         "optimizer": {
             option: value_of(config, f"{spec.settings_section}.optimizer.{option}")
-            for option in ("name", "function", "momentum")
+            for option in ("name", "function", "momentum", "state_dtype")
         }
         if spec.learns
         else {},

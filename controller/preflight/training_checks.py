@@ -128,9 +128,11 @@ def check_optimizer(config: TrainingConfig, role: str, total: int, follows: str)
         check_function(f"{key}.schedule_function", optimizer.schedule_function)
     offload = value_of(config, f"{role}.cpu_offload")
     if offload not in ("none", *optimizer.offloads):
+        low = optimizer.name == "adamw" and offload == "optimizer"
+        option = "state_dtype" if low else "name"
         raise ConfigError(
-            f"{role}.cpu_offload={offload}: not with {key}.name={optimizer.name}. Set "
-            f"{role}.cpu_offload=none, or {key}.name=adamw."
+            f"{role}.cpu_offload={offload}: not with {key}.{option}={getattr(optimizer, option)}. Set "
+            f"{role}.cpu_offload=none, or {key}.{option}={'float32' if low else 'adamw'}."
         )
     warmup = optimizer.warmup(total)
     if total and (warmup > total or (warmup == total and optimizer.schedule != "constant")):

@@ -29,6 +29,7 @@ class OptimizerConfig:
         ("model.train_vision=true", "vision_learning_rate"),
         (".name=muon or sgd or custom", "momentum"),
         (".name=adamw or muon or custom", "beta1, beta2, epsilon"),
+        (".name=adamw or muon", "state_dtype"),
         (".schedule=custom", "schedule_function"),
         (".schedule=linear or cosine or wsd or custom", "total_steps"),
         (".schedule=linear or cosine or wsd", "final_learning_rate_ratio"),
@@ -48,6 +49,12 @@ class OptimizerConfig:
         "",
         "Custom optimiser, `module:function` or `path/file.py:function`: named parameters and these "
         "settings in, a torch optimiser out. The file must have the same path on every node.",
+    )
+    state_dtype: str = setting(
+        "float32",
+        "Type of the moments of `adamw` and `muon`. `bfloat16` and `int8` (floats of 8 bits, with a shared "
+        "exponent for each block) are rounded stochastically (see docs/small-machines.md).",
+        choices=("float32", "bfloat16", "int8"),
     )
     learning_rate: float = setting(1e-6, "Peak learning rate. `muon` takes AdamW's.", above=0, maximum=1)
     vision_learning_rate: float = setting(
@@ -99,7 +106,9 @@ class OptimizerConfig:
     @property
     def offloads(self) -> tuple[str, ...]:
         """Return the values of `cpu_offload` that this optimiser takes besides `none`."""
-        return {"adamw": ("optimizer", "all"), "muon": ()}.get(self.name, ("all",))
+        if self.name == "adamw" and self.state_dtype == "float32":
+            return ("optimizer", "all")
+        return () if self.name == "muon" else ("all",)
 
     def warmup(self, total_steps: int) -> int:
         """Return the optimiser steps of warm-up."""

@@ -106,7 +106,8 @@ class TrainingEngine(ShardedModel):
         self._compare_numerics()
 
     def _begin_state(self, config: OptimizerConfig, total_steps: int, *, offload: bool) -> TrainingState:
-        named = self.module.named_parameters()
+        # A tied weight, of two stages too, has one name: noise of rounding is by name.
+        named = [(self.stage.first_name(name), weight) for name, weight in self.module.named_parameters()]
         sets = (self.module.layer_matrices, self.module.tower)
         optimizer = make_optimizer(named, config, *sets, offload=offload)
         schedule = make_schedule(optimizer, config, total_steps)

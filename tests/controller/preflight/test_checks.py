@@ -96,6 +96,7 @@ PPO critic.warmup_steps=9 critic.loss.clip=0 critic.path=model
 PPO batch.mini_batches=1 critic.loss.aggregation=sequence_mean_token_mean
 PPO policy.parallel.context_parallel=2 critic.max_tokens_per_micro_batch=48
 PPO critic.optimizer.schedule=cosine critic.optimizer.total_steps=9
+PPO critic.optimizer.state_dtype=bfloat16 policy.optimizer.state_dtype=int8 policy.optimizer.name=muon
 PPO model.lora.rank=8 model.layout=padded
 reward.model.path=judge reward.model.weight=-0.5 reward.model.max_tokens_per_micro_batch=96
 JUDGE reward.function= 'reward.judge.parser=Grade (\d)'
@@ -130,6 +131,10 @@ policy.optimizer.function=losses.py:gone policy.optimizer.name=custom
 policy.optimizer.schedule_function=losses.py:gone policy.optimizer.schedule=custom
 policy.cpu_offload=optimizer policy.optimizer.name=sgd resources.device=cuda
 critic.cpu_offload=all critic.optimizer.name=muon resources.device=cuda PPO
+policy.optimizer.state_dtype=bfloat16 policy.cpu_offload=optimizer resources.device=cuda
+critic.optimizer.state_dtype=int8 critic.cpu_offload=optimizer resources.device=cuda PPO
+policy.optimizer.state_dtype=int8 policy.optimizer.name=sgd
+policy.optimizer.state_dtype=bfloat16 policy.optimizer.name=custom policy.optimizer.function=math:fsum
 algorithm.loss.function algorithm.loss.name=custom
 algorithm.loss.function=gone.py:mine algorithm.loss.name=custom
 algorithm.loss.function=losses:gone algorithm.loss.name=custom

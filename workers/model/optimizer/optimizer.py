@@ -24,6 +24,7 @@ from workers.config.roles import OptimizerConfig
 from workers.errors import ConfigError
 from workers.errors import describe_error as named_error
 from workers.model.copies import copies_of
+from workers.model.optimizer.low_bit import LowBitAdamW, LowBitMuon
 from workers.model.optimizer.muon import Muon
 from workers.user_code.functions import load
 from workers.user_code.process import RAISED
@@ -68,9 +69,13 @@ def make_optimizer(
     if config.name == "sgd":
         momentum = config.momentum
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum, nesterov=momentum > 0)
+    options = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
+    if config.state_dtype != "float32":
+        low_bit = LowBitMuon if config.name == "muon" else LowBitAdamW
+        names = {parameter: name for name, parameter in named.items()}
+        return low_bit(groups, state_dtype=config.state_dtype, names=names, **options)
     make = Muon if config.name == "muon" else OffloadedAdamW if offload else torch.optim.AdamW
-    betas = (config.beta1, config.beta2)
-    return make(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    return make(groups, fused=True, **options)
 
 
 def is_vector(name: str, parameter: Tensor) -> bool:
