@@ -17,6 +17,7 @@ DOTTED = "--actor.model_name_or_path m --rollout.batch_size 128 --rollout.n_samp
 SKYRL = "trainer.policy.model.path=m generator.n_samples_per_prompt=5 trainer.train_batch_size=1024"
 LORA = "trl grpo --num_generations 4 --use_peft --lora_r 8 --lora_target_modules q_proj v_proj"
 VERL = "actor_rollout_ref.model.path=m data.train_batch_size=64"
+OPTIM = "actor_rollout_ref.actor.optim"
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config."
 ROLL = """
 rollout_batch_size: 64
@@ -65,6 +66,16 @@ PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj'
         (
             f"{VERL} {OFFLOAD}optimizer_offload=True {OFFLOAD}param_offload=True",
             {"policy.cpu_offload": "all"},
+        ),
+        *(
+            (f"trl grpo --num_generations 4 --optim {name}", {"policy.optimizer.state_dtype": "int8"})
+            for name in ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit")
+        ),
+        (
+            f"{VERL} {OPTIM}.optimizer=AdamW8bit {OPTIM}.optimizer_impl=torchao.optim "
+            "critic.optim.optimizer=AdamW8bit critic.optim.optimizer_impl=bitsandbytes.optim "
+            "algorithm.adv_estimator=gae",
+            {"policy.optimizer.state_dtype": "int8", "critic.optimizer.state_dtype": "int8"},
         ),
     ],
 )
