@@ -261,6 +261,29 @@ def test_a_turn_shown_before_an_earlier_one_is_text() -> None:
     assert listed_parts(parts) == ["latest two<end>earlier ", tokenizer.ids("one").tolist(), "<end>A:"]
 
 
+def test_turns_without_a_text_between_them_keep_their_ids() -> None:
+    tokenizer = Characters()
+    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
+    first, second = (
+        history.opaque({"content": word}, tokenizer.ids(word))["content"] for word in ("one", "two")
+    )
+    parts = history.next_prompt(f"again {first}{second}A:")[1]
+    ids = [tokenizer.ids(word).tolist() for word in ("one", "two")]
+    assert listed_parts(parts) == ["again ", ids[0], "", ids[1], "A:"]
+
+
+@pytest.mark.parametrize(("rendered", "shown"), [("  ", "  "), ("\n ", " ")])
+def test_a_turn_without_its_thoughts_begins_with_the_white_space_that_both_texts_have(
+    rendered: str, shown: str
+) -> None:
+    tokenizer = Characters()
+    history = History(tokenizer, "Q:", not_sampled(tokenizer.ids("Q:")))
+    message = history.opaque({"content": "Hm"}, tokenizer.ids("thoughts  Hm<end>"))
+    parts = history.next_prompt(f"another Q:{rendered}{message['content']}<end>A:")[1]
+    before = rendered.removesuffix(shown)
+    assert listed_parts(parts) == [f"another Q:{before}", tokenizer.ids(f"{shown}Hm<end>").tolist(), "A:"]
+
+
 class Words(Characters):
     """A tokenizer whose token 1 is `ab`."""
 
