@@ -79,6 +79,18 @@ def test_moves_and_exchanges_of_one_or_two_even_groups(groups, weights, equal_si
     assert len({len(group) for group in after}) == 1
 
 
+@pytest.mark.parametrize(
+    ("groups", "weights", "caps", "equal_size", "expected"),
+    [
+        ([[0, 1, 2], [3, 4]], [4, 5, 1, 1, 6], FREE, True, [9, 8]),  # the larger group becomes the smaller
+        ([[0, 1], [2, 3, 4]], [6, 2, 1, 1, 1], Caps(100, 3), False, [7, 4]),  # a full group only exchanges
+        ([[0, 1], [2, 3, 4]], [6, 2, 1, 1, 1], Caps(100, 4), False, [6, 5]),
+    ],
+)
+def test_a_move_asks_for_counts(groups, weights, caps, equal_size, expected):
+    assert loads(evened(groups, weights, caps, equal_size=equal_size), weights) == expected
+
+
 @pytest.mark.parametrize("equal_size", [False, True])
 def test_no_exchange_empties_a_group(equal_size: bool) -> None:
     """One heavy sequence beside none: to move it away would even the loads no better and leave no group."""

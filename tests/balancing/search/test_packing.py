@@ -126,6 +126,11 @@ def test_one_more_micro_batch_is_tried_where_the_bound_cannot_be_attained(algori
     assert len(pack([6, 6, 6, 6, 6], max_tokens=10, algorithm=algorithm)) == 5
 
 
+def test_no_micro_batch_is_opened_beyond_the_first_count_that_fits() -> None:
+    """The bound of three is not attained."""
+    assert len(pack([5, 9, 2, 7, 7, 4, 2], max_tokens=12)) == 4
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(30)), st.sampled_from(["packed", "padded"]))
 def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
