@@ -200,6 +200,11 @@ def _check_sandbox(config: Config) -> None:
     from workers.sandbox.kinds import check_sandbox
 
     check_sandbox(rollout.sandbox)
+    if rollout.agent_command and rollout.sandbox.kind.startswith("kubernetes"):
+        raise ConfigError(
+            f"rollout.sandbox.kind={rollout.sandbox.kind}: its pods do not reach the gateway of "
+            "rollout.agent_command. Use bubblewrap, docker or podman, or rollout.agent=http."
+        )
 
 
 def _check_whole_turns(config: Config, key: str) -> None:

@@ -10,10 +10,11 @@ from workers.errors import ConfigError
 from workers.sandbox.bubblewrap import BubblewrapSandbox, find_interpreter
 from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
 from workers.sandbox.owners import own_label
+from workers.sandbox.pods import KUBERNETES, PodSandbox, check_cluster, remove_left_over_pods
 from workers.sandbox.protocol import Sandbox, SandboxError, SandboxLimits
 
 BUBBLEWRAP = "bubblewrap"
-KINDS = (BUBBLEWRAP, *PROGRAMS)
+KINDS = (BUBBLEWRAP, *PROGRAMS, KUBERNETES)
 KEY = "rollout.sandbox.kind"
 VARIABLE = "BALLAST_SANDBOX"
 """Environment variable with the run's settings, for environments."""
@@ -26,6 +27,11 @@ def check_sandbox(settings: SandboxConfig) -> None:
         raise ConfigError(
             f"rollout.sandbox.network=true: {KEY}={settings.kind} has no network. Remove it, or use docker:IMAGE."
         )
+    if settings.kind.startswith(KUBERNETES) and settings.processes != SandboxConfig().processes:
+        raise ConfigError(
+            f"rollout.sandbox.processes={settings.processes}: a pod has the limit of its node (podPidsLimit of the "
+            "kubelet). Set that, and remove this."
+        )
 
 
 @cache
@@ -35,6 +41,9 @@ def _check_kind(text: str) -> None:
         raise ConfigError(f"{KEY}={text}: there is no such kind. Use one of: {', '.join(KINDS)}.")
     if kind in PROGRAMS:
         check_container(KEY, kind, image)
+        return
+    if kind == KUBERNETES:
+        check_cluster(KEY, image)
         return
     missing = [folder for folder in _folders(image) if not os.path.isdir(folder)]
     if missing:
@@ -77,13 +86,19 @@ def open_sandbox(
         return BubblewrapSandbox(limits, label, gateway=gateway, folders=_folders(image))
     if kind in PROGRAMS:
         return ContainerSandbox(limits, label, program=kind, image=image, gateway=gateway)
+    if kind == KUBERNETES:
+        if gateway is not None:
+            raise SandboxError(f"{KEY}={settings.kind}: a pod does not reach the gateway of agents")
+        return PodSandbox(limits, label, image=image)
     raise SandboxError(f"{KEY}={settings.kind}: there is no such kind")
 
 
 def remove_left_over_sandboxes(settings: SandboxConfig) -> int:
     """Remove the sandboxes of processes of this machine that have ended, such as a killed run's."""
     kind = settings.kind.partition(":")[0]
-    return remove_left_over(kind) if kind in PROGRAMS else 0  # bubblewrap's end with their owner
+    if kind in PROGRAMS:
+        return remove_left_over(kind)
+    return remove_left_over_pods() if kind == KUBERNETES else 0  # bubblewrap's end with their owner
 
 
 def export_settings(settings: SandboxConfig) -> None:
