@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tests import cpu_seconds
+
 if TYPE_CHECKING:
     from tests.controller.stand_ins.run import StandIns
     from tests.workers.model.ranks import RankPool
@@ -55,6 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every case of tests that draw some of theirs")
     parser.addoption("--draw", default=None, help="seed of the drawn cases (the commit's hash)")
     parser.addoption("--shuffle", default=None, help="seed of a random order of files, and inside files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu_seconds)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
