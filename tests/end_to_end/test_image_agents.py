@@ -1,4 +1,7 @@
-"""A run from a configuration whose records hold images, and whose agent is the one of docs/agents.md."""
+"""A run from a configuration whose records hold images, and whose agent is the one of docs/agents.md.
+
+A minute: only here do images of an agent's turns go through an engine into an update of the policy.
+"""
 
 import json
 from collections.abc import Callable

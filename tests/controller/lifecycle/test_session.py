@@ -206,6 +206,7 @@ with ray_session(load(sys.argv[1]), Console()):
 
 
 def test_a_local_ray_is_closed_to_others_and_outlives_a_signal_to_its_runs_group(tmp_path: Path) -> None:
+    """Only here are the sockets of a whole Ray listed, and its raylet killed under a run."""
     base = tempfile.mkdtemp(dir="/tmp")  # sockets need a short path
     environment = marked_environment() | {"RAY_TMPDIR": base}
     command = [sys.executable, "-c", LOCAL_RAY, str(write_workspace(tmp_path))]

@@ -1,4 +1,7 @@
-"""The command itself, in a process of its own: exit codes, one line on stderr, nothing heavy imported."""
+"""The command itself, in a process of its own: exit codes, one line on stderr, nothing heavy imported.
+
+Only here is a dry run the process that a user starts.
+"""
 
 import os
 import subprocess

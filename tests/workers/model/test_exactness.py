@@ -1,9 +1,9 @@
 """The promise of the engine: how a mini-batch is cut, laid out and spread over ranks changes nothing beyond
 rounding.
 
-Every case learns what transformers' own forward pass does, one unpadded sequence at a time, in float64: under
-plans in shuffled order with empty micro-batches, on every kind of mesh. Cases of one mesh share a group of
-ranks.
+Only here do all kinds of meshes meet. Every case learns what transformers' own forward pass does, one unpadded
+sequence at a time, in float64: under plans in shuffled order with empty micro-batches, on every kind of mesh.
+Cases of one mesh share a group of ranks.
 """
 
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Stock clients that send images to a real engine: its log-probs are the trainer's, and nothing is encoded
 twice.
+
+Only here do images come over HTTP to an engine of a family with a tower.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""A real engine with images: it computes what the trainer does, before and after updates."""
+"""A real engine with images: it computes what the trainer does, before and after updates.
+
+An engine takes about 15 CPU seconds. Only here are log-probs of images compared with a trainer's.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -231,6 +231,7 @@ def sample_published(name: str, folder: Path) -> Outcome:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_engine_takes_the_updates_of_a_model_as_it_is_published(processes, tmp_path, name):
+    """Only here has vLLM's model the layers and names of a published configuration."""
     (outcome,) = processes.run(sample_published, 1, name, tmp_path / "model")
     assert outcome.verdict == "exact", outcome
 
