@@ -19,8 +19,16 @@ from safetensors.torch import load
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.workers.rollout import tiny
+from workers.batch.metrics import Metric, Reduction
 from workers.engine.weights.complete_update import CompleteUpdate
-from workers.engine.weights.weight_delta import CHECK_EVERY, DENSE, DeltaPacker, Payload, WeightFile
+from workers.engine.weights.weight_delta import (
+    CHECK_EVERY,
+    DENSE,
+    DeltaPacker,
+    Payload,
+    WeightDelta,
+    WeightFile,
+)
 from workers.engine.weights.weight_transfer import (
     ACTOR,
     ENGINES,
@@ -121,6 +129,20 @@ def test_files_with_deltas_equal_whole_ones_bit_for_bit(shares: list[float], see
         if rng.random() < 0.3:
             check(sometimes)
     check(WeightFile())
+
+
+def test_metrics_of_a_delta_count_all_its_bytes_and_join_as_the_greatest() -> None:
+    weights = {"weight": torch.zeros(100, dtype=torch.bfloat16)}
+    packer = DeltaPacker()
+    packer.pack(weights.items())
+    weights["weight"][:10] = 1.0
+    delta, metrics = packer.pack(weights.items())
+    assert isinstance(delta, WeightDelta)
+    parts = (delta.counts, delta.offsets, delta.values)
+    assert min(part.nbytes for part in parts) > 0
+    assert metrics["weights_mib"] == Metric.max(sum(len(part.tobytes()) for part in parts) / 2**20)
+    assert metrics["weights_whole"] == Metric.max(0.0)
+    assert metrics["weights_changed"].reduction == Reduction.MAX
 
 
 def test_a_file_that_differs_from_the_senders_is_noticed() -> None:
