@@ -7,7 +7,7 @@ from functools import cache
 
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError
-from workers.sandbox.bubblewrap import BubblewrapSandbox, find_interpreter
+from workers.sandbox.bubblewrap import TRIAL_LABEL, TRIAL_LIMITS, BubblewrapSandbox
 from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
 from workers.sandbox.owners import own_label
 from workers.sandbox.pods import KUBERNETES, PodSandbox, check_cluster, remove_left_over_pods
@@ -49,7 +49,8 @@ def _check_kind(text: str) -> None:
     if missing:
         raise ConfigError(f"{KEY}={text}: {missing[0]} is not a folder. Name folders that commands may read.")
     try:
-        find_interpreter()
+        with BubblewrapSandbox(TRIAL_LIMITS, TRIAL_LABEL, folders=_folders(image)):
+            pass
     except SandboxError as error:
         raise ConfigError(
             f"{KEY}={text}: {error}. Install bubblewrap 0.8 or later and allow user namespaces, or use another kind."
