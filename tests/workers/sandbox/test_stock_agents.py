@@ -1,0 +1,138 @@
+"""Five stock agents, each in a bubblewrap sandbox, against a stand-in for the gateway."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tests.workers.sandbox.conftest import needs_bubblewrap
+from workers.agents.processes import session_variables
+from workers.batch.score import Score
+from workers.config.sandbox import SandboxConfig
+from workers.sandbox.pools import SandboxAgentPool
+
+PACKAGES = next(path for path in sys.path if path.endswith("site-packages"))
+pytestmark = [needs_bubblewrap, pytest.mark.slow]  # the imports of five frameworks
+
+CURL = """
+curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"messages": []}'
+curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"messages": []}'
+echo
+echo '{"reward": 1}'
+"""
+PROGRAM = '''
+import asyncio, json, os, sys
+QUESTION = json.load(sys.stdin)["prompt"]
+
+
+def add(a: int, b: int) -> str:
+    """Adds.
+
+    Args:
+        a: first
+        b: second
+    """
+    return str(a + b)
+
+
+def openai_client():
+    import openai
+    client = openai.OpenAI()
+    messages = [{"role": "user", "content": QUESTION}]
+    answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+    messages += [answer.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": "1", "content": "5"}]
+    return client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+
+
+def openai_agents():
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+    set_tracing_disabled(True)
+    model = OpenAIChatCompletionsModel(model="any", openai_client=AsyncOpenAI())
+    return asyncio.run(Runner.run(Agent(name="a", model=model, tools=[function_tool(add)]), QUESTION)).final_output
+
+
+def pydantic_ai():
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    return Agent(OpenAIChatModel("any"), tools=[add]).run_sync(QUESTION).output
+
+
+def smolagents():
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+    model = OpenAIServerModel("any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    return ToolCallingAgent(tools=[tool(add)], model=model, max_steps=2, verbosity_level=0).run(QUESTION)
+
+
+answer = globals()[sys.argv[1]]()
+print(json.dumps({"reward": float("5" in str(answer))}))
+'''
+
+
+class Gateway(BaseHTTPRequestHandler):
+    requests: list[dict[str, Any]]
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Authorization"] == "Bearer secret"
+        self.requests.append(request)
+        function = {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+        message: dict[str, Any] = {"role": "assistant", "content": "It is 5."}
+        if len(self.requests) == 1:
+            calls = [{"id": "1", "type": "function", "function": function}]
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "any", "choices": [choice]}
+        body = json.dumps(answer | {"usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def gateway() -> Iterator[ThreadingHTTPServer]:
+    Gateway.requests = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", ["curl", "openai_client", "openai_agents", "pydantic_ai", "smolagents"])
+def test_a_stock_agent_works_in_a_sandbox(name: str, gateway: ThreadingHTTPServer, tmp_path: Path) -> None:
+    for folder in [tmp_path, *tmp_path.parents[:3]]:
+        folder.chmod(0o755)
+    (tmp_path / "agent.sh").write_text(CURL)
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    line = f"env PYTHONPATH={PACKAGES} python3 {tmp_path}/agent.py {name}"
+    if name == "curl":
+        line = f"sh {tmp_path}/agent.sh"
+    settings = SandboxConfig(
+        kind=f"bubblewrap:{PACKAGES}:{tmp_path}", memory_gib=4.0, processes=128, command_timeout_s=1.0
+    )
+
+    async def play() -> Score | None:
+        pool = SandboxAgentPool(line, 90.0, sandbox=settings, memory_gib=8.0, processes=256)
+        base_url = f"http://127.0.0.1:{gateway.server_port}/v1"
+        try:
+            return await pool.run(
+                {"prompt": "What is 2 + 3?"}, session_variables(base_url, base_url[:-3], "secret")
+            )
+        finally:
+            await pool.stop()
+
+    score = asyncio.run(play())
+    assert score is not None and score.reward == 1.0 and len(Gateway.requests) >= 2
