@@ -13,6 +13,7 @@ from ballast.sampling_commands import evaluate, generate
 from controller.observability.report import write_report
 from tests.end_to_end.test_whole_loop import run_loop
 from tests.workers.rollout import agent_model
+from tests.workers.sandbox.conftest import bubblewrap_starts
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 AGENT = '''
@@ -129,6 +130,15 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
     assert "branch" in write_report(Path(folder)).read_text()
 
 
+def sandbox_settings(folder: Path) -> list[str]:
+    """Run the command in a sandbox, if this machine makes any, whose user may read the folder."""
+    if not bubblewrap_starts():
+        return []
+    for parent in [folder, *folder.parents[:3]]:
+        parent.chmod(0o755)
+    return [f"rollout.sandbox.kind=bubblewrap:{folder}"]
+
+
 def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str], tmp_path: Path) -> None:
     """The record's prompt is a file of its own that a shell reads; the reward is the last line that it
     prints.
@@ -144,6 +154,7 @@ def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str]
     found = json.loads((tmp_path / "evaluated" / "metrics.json").read_text())
     assert (found["samples"], found["failed_rewards"], found["metrics"]["reward"]["value"]) == (4, 0, 0.5)
     given += [f"--output={tmp_path / 'samples'}", "--prompts=4", "rollout.samples_per_prompt=1"]
+    given += sandbox_settings(tmp_path)
     assert generate.main(given) == 0
     lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
     assert sorted((line["uid"], line["sample"]) for line in lines) == [(str(uid), 0) for uid in range(4)]
