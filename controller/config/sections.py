@@ -393,4 +393,10 @@ class TrackingConfig:
         "Log to Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_API_KEY, ...).",
     )
     mlflow: bool = setting(False, "Log to the MLflow server or folder that MLFLOW_TRACKING_URI names.")
-    project: str = setting("ballast", "Project name in Weights & Biases, experiment name in MLflow.")
+    swanlab: bool = setting(
+        False, "Log to SwanLab, configured by its environment variables (SWANLAB_MODE, SWANLAB_API_KEY, ...)."
+    )
+    trackio: bool = setting(False, "Log to Trackio on this machine, in the folder TRACKIO_DIR.")
+    project: str = setting(
+        "ballast", "Project name in Weights & Biases, SwanLab and Trackio, experiment name in MLflow."
+    )

@@ -1,7 +1,7 @@
 """Trackers: services that receive a run's metrics. `open_trackers` opens the requested ones.
 
-    a step's metrics --> Tracker.log of each: TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
-    some samples --> Tracker.table of each:   TensorBoard | Weights & Biases | MLflow
+    a step's metrics --> Tracker.log of each: Ray (Prometheus) | TensorBoard | Weights & Biases | MLflow |
+    some samples --> Tracker.table of all but Ray's                      SwanLab, Trackio (local_trackers.py)
 
 An unreachable service does not stop a run. Keys and addresses come from the services' environment variables
 (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
@@ -262,4 +262,16 @@ def open_trackers(
         mlflow = MlflowTracker(*run, log, id=resumed_ids.get("mlflow", ""))
         trackers.append(mlflow)
         ids["mlflow"] = mlflow.id
+    if tracking.swanlab:
+        from controller.observability.local_trackers import SwanLabTracker
+
+        swanlab = SwanLabTracker(folder, *run, log, id=resumed_ids.get("swanlab", ""))
+        trackers.append(swanlab)
+        ids["swanlab"] = swanlab.id
+    if tracking.trackio:
+        from controller.observability.local_trackers import TrackioTracker
+
+        trackio = TrackioTracker(*run, log, id=resumed_ids.get("trackio", ""))
+        trackers.append(trackio)
+        ids["trackio"] = trackio.id
     return trackers, ids

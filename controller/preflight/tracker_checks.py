@@ -4,6 +4,7 @@ import os
 import re
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from controller.config import TrainingConfig
@@ -13,6 +14,8 @@ INSTALL = {
     "tensorboard": "pip install tensorboard",
     "wandb": "pip install -e .[wandb]",
     "mlflow": "pip install -e .[mlflow]",
+    "swanlab": "pip install -e .[swanlab]",
+    "trackio": "pip install -e .[trackio]",
 }
 
 
@@ -35,6 +38,8 @@ def _check_tracker(name: str, command: str) -> None:
         )
     if name == "wandb":
         _check_wandb()
+    if name == "swanlab":
+        _check_swanlab()
     if name == "mlflow":
         _check_mlflow(os.environ.get("MLFLOW_TRACKING_URI", ""))
 
@@ -68,6 +73,21 @@ def _check_wandb() -> None:
             f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`. "
             "WANDB_MODE=offline needs neither key nor network."
         )
+
+
+KEYLESS_MODES = ("offline", "local", "disabled")
+
+
+def _check_swanlab() -> None:
+    """Look for SwanLab's key where it does: the variable, and the file that `swanlab login` writes."""
+    mode = os.environ.get("SWANLAB_MODE", "")
+    folder = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or Path.home() / ".swanlab"
+    if mode in KEYLESS_MODES or os.environ.get("SWANLAB_API_KEY") or Path(folder, ".netrc").is_file():
+        return
+    raise ConfigError(
+        "tracking.swanlab=true needs a key: set SWANLAB_API_KEY or run `swanlab login`. "
+        "SWANLAB_MODE=offline needs neither key nor network."
+    )
 
 
 DATABASES = ("postgresql", "mysql", "sqlite", "mssql")
