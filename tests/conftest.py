@@ -38,8 +38,8 @@ LONG = (
     "tests/workers/rollout/test_engine_actor.py",
 )
 
-REAL_TRIALS = ("tests/workers/", "tests/end_to_end/")
-"""Folders whose trials of users' code are new interpreters, as users have them."""
+REAL_TRIALS = ("tests/workers/user_code/test_process.py", "tests/end_to_end/")
+"""Where trials of users' code are new interpreters, as users have them; and so of fixtures of modules."""
 
 RUNS_ALWAYS = ("test_whole_loop", "test_first_hour")
 RUNS_DRAWN = 1

@@ -3,7 +3,8 @@
     UserProcess --fork_trials--> ForkedProcess --arguments, descriptors--> fork server --> a fork runs `main`
 
 A new interpreter imports both for 1.5 to 3 CPU seconds, hundreds of times in the tests of runs. The fork server
-imports none of our modules, since trials look at which of them users' code brings. tests/workers starts real ones.
+imports none of our modules, since trials look at which of them users' code brings. `REAL_TRIALS` of conftest starts
+real ones.
 """
 
 import os
