@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from controller.config import load
+from controller.lifecycle.input_lines import tried_lines
+from controller.lifecycle.inputs import try_inputs
 from tests.controller.config_workspace import write_workspace
 
 REPOSITORY = Path(__file__).parents[3]
@@ -103,8 +106,10 @@ def test_help_and_settings_print_and_end(tmp_path: Path, option: str, line: str)
     assert line in process.stdout
 
 
-def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path) -> None:
+def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines, in this process: the dry run above prints them, and imports for 8 CPU seconds."""
     write_workspace(tmp_path)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "told.py").write_text(
         "from workers.environment import Observation\n\n\n"
         "class Told:\n"
@@ -113,15 +118,14 @@ def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path) -> None:
         "    def step(self, response):\n"
         "        return Observation('3+3=', reward=-0.5, parts={'turns': 1.0})\n"
     )
-    own = ("rollout.environment=told.py:Told", "rollout.max_turns=2", "rollout.max_episode_tokens=80")
-    process = fit(tmp_path, "--config", "config.yaml", "--dry-run", "reward.function=''", *own)
-    assert process.returncode == 0, process.stderr
+    played = ("rollout.environment=told.py:Told", "rollout.max_turns=2", "rollout.max_episode_tokens=80")
+    config = load(Path("config.yaml"), ("reward.function=''", *played))
     assert (
         "told.py:Told: tried on the first record and an empty response\n"
         "the environment adds to the first prompt:\n    2+2=\n"
         "the environment's reward of an empty response: -0.5, turns 1\n"
-        "its observation:\n    3+3=\n"
-    ) in process.stdout
+        "its observation:\n    3+3="
+    ) in "\n".join(tried_lines(config, try_inputs(config)))
 
 
 def test_independent_problems_are_refused_together_a_line_each(tmp_path: Path) -> None:
