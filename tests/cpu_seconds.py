@@ -65,5 +65,6 @@ def sum_by_folder(reports: Iterable[pytest.TestReport]) -> Counter[str]:
     for report in reports:
         path = report.nodeid.partition("::")[0]
         folder = "/".join(path.split("/")[:3])
-        sums[folder] += dict(report.user_properties).get(SECONDS, 0.0)
+        properties = dict(report.user_properties)
+        sums[folder] += float(str(properties.get(SECONDS, 0.0)))
     return sums
