@@ -23,13 +23,21 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A. Only A and B are trained."""
 
     only_with = (
-        (".rank above 0", "alpha, target_modules, policies, sync"),
+        (".rank above 0", "alpha, rslora, path, target_modules, policies, sync"),
         (".policies above 1", "versions"),
         ("engines", "sync"),
     )
 
     rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
+    rslora: bool = setting(
+        False, "Scale adapters by alpha / sqrt(rank), which keeps high ranks effective (rsLoRA, 2023)."
+    )
+    path: str = setting(
+        "",
+        "Folder with adapters in peft's format that the policy begins with. Every node needs it. Empty begins "
+        "as the base model, which is the reference in both cases.",
+    )
     target_modules: str = setting(
         ALL_LINEAR,
         "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. "

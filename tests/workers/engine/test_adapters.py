@@ -24,7 +24,7 @@ from workers.engine.requests import SampleRequest
 from workers.model.engine import TrainingEngine
 
 pytestmark = pytest.mark.slow
-LORA = LoraConfig(rank=4, policies=2, versions=2)
+LORA = LoraConfig(rank=4, rslora=True, policies=2, versions=2)
 PROMPT = np.arange(2, 102, dtype=np.int32)  # of three blocks of the prefix cache
 
 

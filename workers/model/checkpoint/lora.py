@@ -2,7 +2,7 @@
 
     y = W x + alpha / rank * B A x     A [rank, in], B [out, rank], B = 0 at first: the policy is the base
 
-    load_model --add_adapters--> shard_model --> train A and B
+    load_model --add_adapters--> shard_model --> train A and B     peft's folder --load_adapters--> A and B
                                       |--without_adapters--> the reference: the same weights, no second model
                                       |--merged_shards--> W + alpha / rank * B A under W's name: vLLM, export
                                       |--adapter_files--> A and B of one of several policies, for vLLM
@@ -29,19 +29,19 @@ from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention.selected_attention import find_indexers
 from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights
+from workers.model.checkpoint.stored_adapters import ADAPTER, is_adapter, load_adapters
 from workers.model.model import decoder_of, described
 from workers.model.rules.model_rules import WITHOUT_LINEAR
 from workers.model.sharding.parallel import full_tensor
-
-ADAPTER = "default"  # peft's name for the only adapter of a model
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Add an adapter to each target module of `model`, in place, and freeze everything else. Call it before
     sharding.
 
-    A starts as in peft (uniform, Kaiming), from one seed, the same on every rank and in every run. Raises
-    ConfigError if a target is not a linear module.
+    A starts as in peft (uniform, Kaiming), from one seed, the same on every rank and in every run, or A and B
+    as in the folder `config.path`. Raises ConfigError if a target is not a linear module, and for a folder of
+    other adapters.
     """
     import peft
     from peft.tuners.lora.layer import ParamWrapper
@@ -50,6 +50,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
+        use_rslora=config.rslora,
         target_modules=names,
         base_model_name_or_path=model.name_or_path,
         exclude_modules=_outside_decoder(model, names) or None,
@@ -70,6 +71,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
             )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
+    if config.path:
+        load_adapters(model, config)
     # peft sets new modules to training mode. Layers use that flag for checkpointing, so restore it.
     for part in model.modules():
         part.training = training.get(part, False)
@@ -97,7 +100,7 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     shards = {}
     for name, weight in model.state_dict().items():
-        if not _is_adapter(name):
+        if not is_adapter(name):
             merge = partial(_merged, layers[name], device) if name in layers else None
             shards[name.replace(".base_layer.", ".")] = Shard(weight, merge)
     return shards
@@ -106,7 +109,7 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
 def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield whole A and B under peft's names, one at a time on `device`. Collective."""
     for name, weight in model.state_dict().items():
-        if _is_adapter(name):
+        if is_adapter(name):
             yield (
                 f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}",
                 full_tensor(weight.to(device)).detach(),
@@ -204,7 +207,3 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name

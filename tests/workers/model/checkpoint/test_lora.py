@@ -1,12 +1,16 @@
 """Adapters alone are trained, and merged they are the same model."""
 
+import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.benchmarks.families.shrinking import tiny_config as family_config
 from tests.refusals import refused
@@ -21,7 +25,8 @@ from tests.workers.model.tiny import (
 )
 from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.errors import CheckpointError, OutputError
-from workers.model.checkpoint.lora import add_adapters, modules_left_out
+from workers.model.checkpoint.lora import adapter_weights, add_adapters, modules_left_out, write_adapters
+from workers.model.checkpoint.stored_adapters import FILE
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.sharding.parallel import full_tensor
@@ -119,6 +124,85 @@ def test_adapters_are_written_as_peft_reads_them(model, tmp_path):
     assert len({file.stat().st_mode for file in (tmp_path / "adapters").iterdir()}) == 1
     loaded = peft.PeftModel.from_pretrained(base(model), tmp_path / "adapters").eval()
     assert relative_error(masked_log_probs(loaded), float64_log_probs(engine)) < 1e-9
+
+
+def from_folder(model: str, lora: LoraConfig, path: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    engine = build(model, replace(lora, path=path))
+    return weights(engine), engine.log_probs(random_sequences(), ALL)[0]
+
+
+@pytest.mark.parametrize("lora", [LORA, replace(LORA, rslora=True)], ids=["lora", "rslora"])
+def test_a_policy_begins_with_the_adapters_of_a_folder(model, tmp_path, ranks: RankPool, lora: LoraConfig):
+    first = build(model, lora)
+    train(first, range(3))
+    path = tmp_path / "adapters"
+    first.save_adapters(path)
+    loaded = peft.PeftModel.from_pretrained(base(model), path).eval()
+    assert relative_error(masked_log_probs(loaded), float64_log_probs(first)) < 1e-9
+    second = build(model, replace(lora, path=str(path)))
+    assert torch.equal(float64_log_probs(second), float64_log_probs(first))
+    assert_same(weights(second), weights(first), 0)
+    with second.without_adapters():
+        reference, _ = second.log_probs(random_sequences(), ALL)
+    torch.testing.assert_close(reference, masked_log_probs(base(model)).float(), rtol=1e-6, atol=1e-6)
+    for sent, _ in ranks.run(from_folder, 2, model, lora, str(path)):
+        assert_same(sent, weights(first), 1e-9)
+
+
+def test_a_folder_of_peft_itself_is_a_beginning(model, tmp_path):
+    settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=["v_proj", "o_proj"], lora_dropout=0.1)
+    settings.init_lora_weights = False  # B is random, too
+    adapted = peft.get_peft_model(base(model), settings).eval()
+    adapted.save_pretrained(tmp_path)
+    engine = build(model, replace(LORA, path=str(tmp_path), target_modules="o_proj,v_proj"))
+    assert relative_error(float64_log_probs(engine), masked_log_probs(adapted)) < 1e-9
+
+
+OTHER_FOLDERS = [
+    ({"r": 2}, "model.lora.rank=3"),
+    ({"lora_alpha": 7}, "model.lora.alpha=6.0"),
+    ({"use_rslora": True}, "model.lora.rslora=False"),
+    ({"use_dora": True}, "use_dora=True"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"bias": "all"}, "bias=all"),
+    ({"peft_type": "LOHA"}, "peft_type=LOHA"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+    ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+    ({"future": True}, "future=True"),
+    ({"weights": {"model.lm_head.weight": (4, 4)}}, "lm_head"),
+    ({"weights": {"model.layers.0.self_attn.k_proj.lora_A.weight": (3, 64)}}, "target_modules=k_proj,q_proj"),
+    ({"weights": {"model.layers.0.self_attn.q_proj.lora_A.weight": (3, 65)}}, "of another model"),
+    ({"without": "model.layers.1.self_attn.v_proj.lora_B.weight"}, "is missing there"),
+    ({"file": None}, "adapter_model.safetensors is missing"),
+    ({"file": b"cut"}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), OTHER_FOLDERS, ids=[named for _, named in OTHER_FOLDERS])
+@pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
+def test_adapters_that_the_settings_do_not_describe_are_refused_by_name(
+    model, tmp_path, change: dict[str, Any], named: str, skeleton: bool
+):
+    lora = replace(LORA, target_modules="q_proj,v_proj", path=str(tmp_path))
+    change = dict(change)
+    engine = base(model)
+    add_adapters(engine, replace(lora, path=""))
+    values = {name: value.clone() for name, value in adapter_weights(engine, torch.device("cpu"))}
+    for name, shape in change.pop("weights", {}).items():
+        values[f"base_model.model.{name}"] = torch.zeros(shape)
+    values.pop(f"base_model.model.{change.pop('without', '')}", None)
+    write_adapters(engine, values, tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    if "file" in change:
+        (tmp_path / FILE).unlink()
+        if content := change.pop("file"):
+            (tmp_path / FILE).write_bytes(content)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | change))
+    with torch.device("meta") if skeleton else nullcontext():
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float64)
+    with refused(named):
+        add_adapters(policy, lora)
 
 
 def test_without_adapters_the_policy_is_its_own_reference(model):
