@@ -17,6 +17,7 @@ PAGES = sorted(
     [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("examples/*/README.md"),
     ]

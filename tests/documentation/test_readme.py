@@ -120,3 +120,12 @@ def test_the_tests_that_are_named_run_them(test: str) -> None:
 def test_the_extra_that_gpu_machines_install_is_there() -> None:
     assert re.search(r"^vllm = \[\"vllm==", (ROOT / "pyproject.toml").read_text(), re.M)
     assert Path(ROOT / "requirements" / "gpu.txt").read_text().count("\ntorch==2.13.0") == 1
+
+
+def test_agents_page_is_a_page_and_names_targets_that_exist() -> None:
+    text = (ROOT / "AGENTS.md").read_text("utf-8")
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([\w-]+)", text))
+    assert named
+    assert named <= targets
+    assert text.count("\n") <= 60
