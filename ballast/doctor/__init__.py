@@ -9,6 +9,7 @@ Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. A
 later ones. Exit code: 0, or 1 if a check failed. Everything started is stopped.
 """
 
+import json
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -31,10 +32,14 @@ ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without a default,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     report = Report()
-    return exit_code(lambda: examine(_options(arguments), report)) or report.exit_code
+    code = exit_code(lambda: examine(_options(arguments), report)) or report.exit_code
+    if report.as_json:
+        print(json.dumps(report.to_json() | {"exit_code": code}, indent=1))
+    return code
 
 
 def examine(options: Namespace, report: Report) -> None:
+    report.as_json = options.json
     config = configuration(options, report)
     with looking_at("loading torch, Ray and vLLM"):
         from ballast.doctor.cluster_checks import check_cluster, check_this_machine
@@ -75,7 +80,7 @@ def configuration(options: Namespace, report: Report) -> Config | None:
 def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = OneLineParser(
         prog="python -m ballast doctor",
-        usage="python -m ballast doctor [--config FILE] [--model PATH] [key.sub=value ...]",
+        usage="python -m ballast doctor [--config FILE] [--model PATH] [--json] [key.sub=value ...]",
         description=(
             "Check a machine or a cluster before the first run: a line for each finding, exit code 0 or 1."
         ),
@@ -87,6 +92,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument(
         "--model", default="", metavar="PATH", help="for the engine and the rank (a tiny random one)"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and lines on stderr")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
     )

@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from controller.engines.engine_calls import cause_of
 from controller.observability.slow_work import log_if_slow
@@ -53,10 +54,11 @@ class Report:
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
+        self.as_json = False
 
     def add(self, *findings: Finding) -> None:
         for finding in findings:
-            print(finding.line, flush=True)
+            print(finding.line, file=sys.stderr if self.as_json else sys.stdout, flush=True)
         self.findings += findings
 
     @contextmanager
@@ -70,6 +72,10 @@ class Report:
                 yield
         except Exception as error:  # a check may fail in any way, and Ctrl-C passes
             self.add(fail(name, cause_of(error)[:LONGEST_TEXT], advice))
+
+    def to_json(self) -> dict[str, Any]:
+        findings = [asdict(finding) | {"status": finding.status.value.lower()} for finding in self.findings]
+        return {"exit_code": self.exit_code, "findings": findings}
 
     @property
     def exit_code(self) -> int:

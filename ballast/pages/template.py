@@ -4,8 +4,10 @@ MODEL_OR_FILE --separate process--> findings --> a page, and exit code 1 if the 
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", metavar="MODEL_OR_FILE", help="a model's folder or name, or a Jinja file")
     parser.add_argument("arguments", metavar="name=value", nargs="*", help="variables of the template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
     namespace = parser.parse_args(None if arguments is None else list(arguments))
     try:
         options = dict(map(_argument, namespace.arguments))
@@ -47,8 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     assert report is not None  # without prompts, failures are raised
-    print("\n".join(page(report)))
-    return int(report.findings.refuses)
+    code = int(report.findings.refuses)
+    if namespace.json:
+        print(json.dumps({"exit_code": code, **asdict(report)}, indent=1, ensure_ascii=False, default=str))
+    else:
+        print("\n".join(page(report)))
+    return code
 
 
 def _argument(text: str) -> tuple[str, Any]:

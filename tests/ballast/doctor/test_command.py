@@ -1,5 +1,7 @@
 """The command around the checks: its options, its settings, and a Ray that does not come up."""
 
+import json
+
 import pytest
 import ray
 
@@ -28,6 +30,16 @@ def test_without_ray_this_machine_is_looked_at_all_the_same(capsys: pytest.Captu
 def test_settings_that_cannot_be_read_are_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["run.sed=1"]) == 1
     assert capsys.readouterr().out.startswith("FAIL  configuration: run.sed is not a setting; did you mean")
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_json_is_one_object_with_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json", "run.sed=1"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == 1
+    first = document["findings"][0]
+    assert first.keys() == {"name", "status", "text", "advice"}
+    assert (first["name"], first["status"]) == ("configuration", "fail")
 
 
 def test_options_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,16 @@ def test_a_dry_run_shows_the_table_where_messages_follow_turns_and_warns_of_ever
     assert not read_inputs(load(None, [*settings, *EPISODES, stops])).warnings
 
 
+def test_json_is_one_object_with_what_the_page_shows(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["template", "model", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == 0
+    assert document["stops"]
+    assert document["findings"]["begin"].startswith("<|start|>")
+
+
 def test_the_page_tells_what_becomes_of_a_system_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
