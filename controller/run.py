@@ -15,14 +15,14 @@ from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
-from controller.observability.run_folder import step_file, thumbnails, update_file
+from controller.observability.run_folder import log_probs_file, step_file, thumbnails, update_file
 from controller.observability.run_record import RECORDED_SAMPLES
 from controller.observability.shown_text import other_columns, show_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.replay_buffer import ReplayBuffer
-from controller.rollout.sample_files import write_step, write_update
+from controller.rollout.sample_files import UpdateRecord, write_log_probs, write_step, write_update
 from controller.rollout.samples import RolloutBatch
 from controller.training_loop import TrainingRun
 from workers.batch.remote_batch import RemoteBatch
@@ -170,6 +170,16 @@ class Run(TrainingRun[Config]):
         if self.config.run.record_samples:
             with self.record.phase("record"):
                 write_update(update_file(self.folder, self.number), batch, mini_batches)
+
+    def new_update_record(self, rows: int) -> UpdateRecord | None:
+        """Return what the policy's update fills in, with run.record_samples."""
+        if not self.config.run.record_samples:
+            return None
+        return UpdateRecord(np.full(rows, None, object))
+
+    def record_log_probs(self, record: UpdateRecord) -> None:
+        with self.record.phase("record"):
+            write_log_probs(log_probs_file(self.folder, self.number), record)
 
     def prompt_text(self, uid: str) -> dict[str, str]:
         """Return a training prompt as text: `prompt`, `record`, its other columns, and names of files with

@@ -27,6 +27,7 @@ from controller.algorithm.credit import has_offsets, session_advantages, turn_re
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
+from controller.rollout.sample_files import UpdateRecord
 from controller.rollout.samples import assign_teachers, newly_sampled, sample_numbers, trainable_rows
 from workers.batch.metrics import Metric, Metrics, add_prefix, merge, results
 from workers.batch.remote_batch import RemoteBatch
@@ -303,11 +304,16 @@ def update_policy(
     batch: with `advantages` and required log-probs. Without `old_log_probs`, ratios are 1. loss: replaces
     algorithm.loss. Raises MismatchError as `with_old_log_probs`, if log-probs are first compared here.
     """
+    trained = trainable_rows(batch, run.config.reward)
+    record = None
     if recorded_as == "policy":
-        run.record_update(trainable_rows(batch, run.config.reward), epochs[0].mini_batches)
-    updated = _update(
-        run, run.roles.policy, batch, epochs, [epoch.plan for epoch in epochs], loss or run.config.policy_loss
-    )
+        run.record_update(trained, epochs[0].mini_batches)
+        record = run.new_update_record(len(trained))
+    plans = [epoch.plan for epoch in epochs]
+    settings = loss or run.config.policy_loss
+    updated = _update(run, run.roles.policy, batch, epochs, plans, settings, record)
+    if record is not None:
+        run.record_log_probs(record)
     run.logprob_check.compare_update(run.number, updated)
     # Only a separate log-prob pass compares sampler and trainer at equal weights.
     metrics = results(updated) | run.logprob_check.metrics_before_update(run.number)
@@ -322,14 +328,16 @@ def _update(
     epochs: Sequence[Epoch],
     plans: Sequence[Plan],
     loss: LossConfig | ValueLossConfig,
+    record: UpdateRecord | None = None,
 ) -> Metrics:
+    """record: filled by the first epoch."""
     parts = []
     batch = trainable_rows(batch, run.config.reward)
     with on_training_roles(run, "update"):
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
             part = with_loss_counts(batch, epoch.mini_batches).with_meta(epoch=number)
-            updated = learn_mini_batches(group, part, plan, loss)
+            updated = learn_mini_batches(group, part, plan, loss, None if number else record)
             # Sum over ranks and micro-batches, mean over mini-batches and epochs.
             parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
     return merge(parts)

@@ -2,7 +2,8 @@
 
 samples/step-3.npz    samples, rewards                                         \\
 samples/update-3.npz  advantages, old and reference log-probs, mini-batches    --read_recorded_step--> Bundle
-config.yaml, metrics.jsonl    settings, loss, gradient norm                    /
+samples/log-probs-3.npz  new log-probs, metrics of mini-batches                /
+config.yaml, metrics.jsonl    settings, metrics of the step                    /
 """
 
 import json
@@ -15,7 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ballast.audit.bundle import Algorithm, Bundle, Facts, Named, check_columns
+from ballast.audit.bundle import METRICS, Algorithm, Bundle, Facts, Named, check_columns
 from controller.config import Config
 from controller.config.recorded import load_recorded
 from controller.observability import run_folder
@@ -30,10 +31,8 @@ UPDATE_COLUMNS = {
     "advantages": "tokens.advantages",
 }
 """Column of a bundle: its name in the file of an update."""
-MISSING = {
-    "new_logprobs": "a run does not keep them",
-    "template": "a run does not record its hash",
-}
+MISSING = {"template": "a run does not record its hash"}
+NO_LOG_PROBS = "this run's version did not keep them"
 
 
 def is_ballast_run(path: Path) -> bool:
@@ -56,20 +55,26 @@ def read_recorded_step(path: Path, step: int) -> Bundle:
         with np.load(file, allow_pickle=False) as arrays:
             offsets, tokens, rows = _read_columns(arrays, config)
             in_update = _rows_of_update(arrays["trained"], rows["trained"])
+        facts = _facts(path, step, config)
         update = run_folder.update_file(path, step)
         replayed = 0
         if update.is_file():
             with np.load(update, allow_pickle=False) as arrays:
                 replayed = _add_update(arrays, in_update, offsets, tokens, rows)
+        log_probs = run_folder.log_probs_file(path, step)
+        if log_probs.is_file():
+            with np.load(log_probs, allow_pickle=False) as arrays:
+                _add_log_probs(arrays, _token_places(offsets, in_update), tokens)
+                facts = _with_mini_batches(facts, arrays, config)
+        else:
+            facts = _without(facts, "new_logprobs", NO_LOG_PROBS)
     except (OSError, ValueError, KeyError, IndexError, TypeError, BadZipFile, zlib.error) as error:
         raise DataError(f"{file}: cannot be read: {clause(error)}. Record the samples again.") from None
-    facts = _facts(path, step, config)
+    reason = _why_loss_is_unknown(config, replayed, has_branches="prompt_length" not in rows)
+    if reason:
+        facts = replace(_without(facts, "loss", reason), loss=(), metrics={})
     if replayed:
-        reason = f"it is also of {replayed} rows that were replayed from earlier steps"
-        facts = replace(facts, loss=(), missing=MISSING | {"loss": reason})
-    elif config.batch.epochs > 1:
-        reason = f"it is the mean over batch.epochs={config.batch.epochs}"
-        facts = replace(facts, loss=(), missing=MISSING | {"loss": reason})
+        facts = replace(facts, token_denominators=())
     bundle = Bundle(facts, offsets, tokens, rows, f"{path}, step {step}")
     check_columns(str(file), bundle)
     return bundle
@@ -145,6 +150,54 @@ def _add_update(
     return len(lengths) - count
 
 
+def _add_log_probs(
+    arrays: Mapping[str, np.ndarray], places: np.ndarray, tokens: dict[str, np.ndarray]
+) -> None:
+    """Add the log-probs of an update. They are also the old ones of an update that read no others."""
+    new = np.zeros(len(tokens["token_ids"]), np.float32)
+    new[places] = arrays["tokens.new_log_probs"][: len(places)]
+    tokens["new_logprobs"] = new
+    tokens.setdefault("old_logprobs", new)
+
+
+def _with_mini_batches(facts: Facts, arrays: Mapping[str, np.ndarray], config: Config) -> Facts:
+    """Add numbers of the mini-batches. With several epochs, these of the first replace the step's."""
+    metrics = dict(facts.metrics)
+    if config.batch.epochs > 1:
+        metrics = {name: _listed(arrays, name) for name in METRICS}
+    return replace(
+        facts,
+        loss=_listed(arrays, "loss"),
+        gradient_norm=_listed(arrays, "grad_norm"),
+        token_denominators=tuple(arrays["loss_tokens"].astype(np.float64).tolist()),
+        metrics={name: values for name, values in metrics.items() if values},
+    )
+
+
+def _listed(arrays: Mapping[str, np.ndarray], name: str) -> tuple[float, ...]:
+    return tuple(arrays[f"metrics.{name}"].tolist()) if f"metrics.{name}" in arrays else ()
+
+
+def _without(facts: Facts, name: str, reason: str) -> Facts:
+    return replace(facts, missing=dict(facts.missing) | {name: reason})
+
+
+def _why_loss_is_unknown(config: Config, replayed: int, *, has_branches: bool) -> str:
+    loss = config.algorithm.loss
+    if replayed:
+        return f"it is also of {replayed} rows that were replayed from earlier steps"
+    if loss.distillation.coefficient:
+        return "it has a part of the teacher (algorithm.loss.distillation)"
+    if loss.kl_coefficient and loss.kl_correction == "importance":
+        return "its KL is weighted by ratios (algorithm.loss.kl_correction=importance)"
+    aggregation = loss.aggregation
+    if aggregation == "auto":
+        aggregation = automatic_aggregation(loss.name)
+    if has_branches and aggregation != "token_mean":
+        return "samples of several rows count once"
+    return ""
+
+
 def _training_rows(branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the stored row and the sample of each row to train on.
 
@@ -169,6 +222,9 @@ def _facts(path: Path, step: int, config: Config) -> Facts:
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if config.resources.device == "cpu" else ""
+    step_metrics = {}
+    if config.batch.epochs == 1:
+        step_metrics = {name: _numbers(of_step, f"policy/{name}") for name in METRICS}
     return Facts(
         step=step,
         algorithm=_algorithm(config),
@@ -181,6 +237,7 @@ def _facts(path: Path, step: int, config: Config) -> Facts:
         end_tokens=_end_tokens(Path(config.model.path)),
         precision=dtype,
         writer="ballast",
+        metrics={name: values for name, values in step_metrics.items() if values},
         missing=MISSING,
     )
 

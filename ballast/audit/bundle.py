@@ -44,6 +44,8 @@ ROW_COLUMNS = {
     "greedy_rewards": np.float64,
 }
 """Name: type that is written. `trained` is 0 for rows that the update left out."""
+METRICS = ("loss", "clip_fraction", "approximate_kl")
+"""Metrics of a step that are computed again from its columns."""
 REQUIRED_COLUMNS = ("token_ids", "loss_mask")
 NUMPY_TYPES = {
     "BOOL": "?",
@@ -120,7 +122,7 @@ class Facts:
     sampled: samples that were generated for the step. dropped: samples that were left out, by reason.
     end_tokens: ids that end a response. missing: why, by the name of a column or a fact.
     precision: `float32` or `bfloat16`, of the trainer's and the sampler's forward pass.
-    writer: the system and its version.
+    writer: the system and its version. metrics: those in METRICS, of the step or of each mini-batch.
     """
 
     step: int = 0
@@ -139,6 +141,7 @@ class Facts:
     precision: str = ""
     writer: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from ballast.audit.bundle import (
     FACTS_FILE,
     FORMAT,
+    METRICS,
     MOST_TOKENS,
     NAME,
     NUMPY_TYPES,
@@ -99,6 +100,7 @@ def _facts_record(bundle: Bundle) -> dict[str, Any]:
         "algorithm": settings,
         "loss": _finite(facts.loss),
         "gradient_norm": _finite(facts.gradient_norm),
+        "metrics": {name: _finite(values) for name, values in facts.metrics.items()},
         "denominators": {
             "tokens": list(facts.token_denominators),
             "sequences": list(facts.sequence_denominators),
@@ -191,6 +193,7 @@ class _FactsReader:
         end_tokens = self.numbers(record, "end_tokens")
         missing = self.mapping(record, "missing")
         dropped = self.mapping(record, "dropped")
+        metrics = self.mapping(record, "metrics")
         return Facts(
             step=self.whole(record, "step"),
             algorithm=self.algorithm(),
@@ -207,6 +210,7 @@ class _FactsReader:
             end_tokens=tuple(int(number) for number in end_tokens if math.isfinite(number)),
             precision=self.text(record, "precision"),
             writer=self.text(record, "writer"),
+            metrics={name: self.numbers(metrics, name) for name in METRICS if name in metrics},
             missing={self.check_name(name): self.text(missing, name) for name in missing},
         )
 

@@ -70,8 +70,10 @@ class RunConfig(BaseRunConfig):
     )
     record_samples: bool = setting(
         False,
-        "Keep every step's samples in runs/NAME/samples: tokens, log-probs, weight versions and rewards. "
-        "`python -m ballast replay runs/NAME --step 3` trains a step again from them.",
+        "Keep every step's samples in runs/NAME/samples: tokens, log-probs, weight versions and rewards, and "
+        "what each update read and computed: advantages, old, reference and new log-probs, and metrics of "
+        "mini-batches. `python -m ballast replay runs/NAME --step 3` trains a step again from them, and "
+        "`python -m ballast audit runs/NAME` checks the steps.",
     )
     step: str = setting(
         "",

@@ -2,7 +2,7 @@
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl
              validation/step-N.jsonl  failures.jsonl  images/DIGEST.png
-             samples/step-N.npz  samples/update-N.npz (see `controller.rollout.sample_files`)
+             samples/{step,update,log-probs}-N.npz (see `controller.rollout.sample_files`)
 """
 
 import json
@@ -77,6 +77,11 @@ def update_file(folder: Path, step: int) -> Path:
     return folder / "samples" / f"update-{step}.npz"
 
 
+def log_probs_file(folder: Path, step: int) -> Path:
+    """Return the file of what a step's update computed, next to what it read."""
+    return folder / "samples" / f"log-probs-{step}.npz"
+
+
 def recorded_steps(folder: Path) -> list[int]:
     """List the steps with kept samples, in order."""
     files = step_file(folder, 0).parent.glob("step-*.npz")
@@ -133,6 +138,7 @@ class RunWriter:
                 if step > last_step:
                     step_file(folder, step).unlink()
                     update_file(folder, step).unlink(missing_ok=True)
+                    log_probs_file(folder, step).unlink(missing_ok=True)
         self._trackers = trackers
         self._metrics = JsonLines(folder / "metrics.jsonl", last_step=last_step)
         self._lengths = JsonLines(folder / "lengths.jsonl", last_step=last_step)

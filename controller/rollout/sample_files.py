@@ -4,6 +4,7 @@
     checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
     step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz (`ballast.replay`)
     update       rows of a RemoteBatch --write_update--> runs/NAME/samples/update-3.npz (`ballast.audit`)
+    update       new log-probs, metrics --write_log_probs--> runs/NAME/samples/log-probs-3.npz
 
 Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read
 without pickle.
@@ -61,6 +62,17 @@ class StoredSamples:
 
     finished: list[FinishedSample] = field(default_factory=list)
     partial: dict[int, Response | SessionRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What an update computed. log_probs: token column [B] that the loss has seen. metrics: of each
+    mini-batch. loss_tokens: of each mini-batch, by which token means divide.
+    """
+
+    log_probs: np.ndarray
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    loss_tokens: list[int] = field(default_factory=list)
 
 
 def _select_fields(response: Response) -> dict[str, Any]:
@@ -211,6 +223,22 @@ def write_update(path: Path, batch: RemoteBatch, mini_batches: Sequence[np.ndarr
     for name in UPDATE_COLUMNS:
         if name in batch.tokens:
             arrays[f"tokens.{name}"] = _fetch_column(batch.tokens[name])
+    _write(path, arrays)
+
+
+def write_log_probs(path: Path, record: UpdateRecord) -> None:
+    """Write what an update computed for the rows of `write_update`, replacing `path` when complete.
+
+    Raises OutputError.
+    """
+    arrays = {
+        "tokens.new_log_probs": _fetch_column(record.log_probs),
+        "loss_tokens": np.array(record.loss_tokens, np.int64),
+    }
+    # A skipped optimiser step has no gradient norm.
+    for name in dict.fromkeys(name for metrics in record.metrics for name in metrics):
+        values = [metrics.get(name, np.nan) for metrics in record.metrics]
+        arrays[f"metrics.{name}"] = np.array(values, np.float64)
     _write(path, arrays)
 
 

@@ -15,6 +15,9 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ballast.audit.ballast_run import read_recorded_step, recorded_steps
+from ballast.audit.checks import check_step
+from ballast.audit.finding import Finding, Verdict
 from ballast.replay.__main__ import Start, replay, replay_settings, start_before
 from ballast.replay.__main__ import settings as settings_of
 from controller.actors.launch import worker_arguments
@@ -446,6 +449,77 @@ def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_
     ):
         assert replayed[name] == pytest.approx(recorded[name], abs=1e-6), name
     assert times_of_change(folder) == files
+
+
+AUDITED = (
+    "algorithm.loss.kl_coefficient=0.1",
+    "policy.optimizer.learning_rate=1e-2",
+    "rollout.samples_per_prompt=4",
+    "run.record_samples=true",
+)
+CLIPS = ("algorithm.loss.clip_low=0.01", "algorithm.loss.clip_high=0.03", "batch.mini_batches=2")
+CHECKED = ("ratios.first_update", "ratios.later_updates", "loss.value", "loss.denominators", "metrics.values")
+
+
+def findings_of_run(finished: StandInRun) -> dict[str, list[Finding]]:
+    """Findings of CHECKED by name, one a step."""
+    folder = finished.config.run_folder
+    findings: dict[str, list[Finding]] = {name: [] for name in CHECKED}
+    for step in recorded_steps(folder):
+        for finding in check_step(read_recorded_step(folder, step)):
+            if finding.name in CHECKED:
+                findings[finding.name].append(finding)
+    return findings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CLIPS,
+        (*CLIPS, "batch.epochs=2"),
+        (),
+        (*CLIPS, "algorithm.loss.name=gspo"),
+        (*CLIPS, "algorithm.loss.name=cispo", "algorithm.loss.aggregation=sequence_mean_token_sum"),
+        ("algorithm.loss.name=reinforce", "algorithm.loss.rollout_correction.weights=token"),
+    ],
+    ids=["clipped", "two_epochs", "one_update", "gspo", "cispo", "reinforce"],
+)
+def test_a_recorded_run_audits_its_own_loss(run: Run, settings: tuple[str, ...]) -> None:
+    for name, findings in findings_of_run(run(*AUDITED, *settings)).items():
+        assert len(findings) == 2, name
+        for finding in findings:
+            assert finding.verdict is Verdict.PASSED, finding
+
+
+def sequence_counts(losses, predictions, denominators, aggregation, length):
+    return losses.sum() / denominators.sequences
+
+
+LOSS_FAULTS = {
+    "ratio_of_itself": ("ratio_losses.log_ratio_to_old", lambda p: p.log_probs - p.log_probs.detach()),
+    "clip_bounds_swapped": (
+        "ratio_losses.clip",
+        lambda ratio, config: ratio.clamp(1 - config.clip_high, 1 + config.clip_low),
+    ),
+    "old_is_sampler": (
+        "ratio_losses.log_ratio_to_old",
+        lambda p: p.log_probs - p["rollout_log_probs"],
+    ),
+    "kl_left_out": ("registry.kl_of_loss", lambda log_ratio, *_: torch.zeros_like(log_ratio)),
+    "aggregation:sequence_mean_token_sum": ("registry.aggregate", sequence_counts),
+}
+
+
+@pytest.mark.parametrize("cause", LOSS_FAULTS)
+def test_a_fault_of_the_loss_is_named_by_the_audit(
+    run: Run, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    place, function = LOSS_FAULTS[cause]
+    monkeypatch.setattr(f"workers.model.losses.{place}", function)
+    findings = findings_of_run(run(*AUDITED, *CLIPS))
+    causes = [finding.cause for finding in findings["loss.value"]]
+    assert causes[-1] == cause
+    assert Verdict.FAILED in [finding.verdict for finding in findings["metrics.values"]]
 
 
 def times_of_change(folder: Path) -> dict[Path, int]:

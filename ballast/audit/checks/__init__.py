@@ -5,13 +5,14 @@ log_probs: finite, not positive, not constant, in one scale, at their own tokens
 ratios: 1 at equal weights, moving once weights have moved.
 advantages: they follow from rewards by the named estimator.
 loss: it follows from ratios, advantages, bounds, masks and denominators.
+metrics: those that the step reported follow from its columns.
 selection: groups are whole, and nothing vanishes.
 """
 
 from collections.abc import Callable
 
 from ballast.audit.bundle import Bundle, MissingError
-from ballast.audit.checks import advantages, layout, log_probs, loss, ratios, selection
+from ballast.audit.checks import advantages, layout, log_probs, loss, metrics, ratios, selection
 from ballast.audit.finding import Finding, unknown
 
 CHECKS: dict[str, Callable[[Bundle], Finding]] = {
@@ -20,6 +21,7 @@ CHECKS: dict[str, Callable[[Bundle], Finding]] = {
     **ratios.CHECKS,
     **advantages.CHECKS,
     **loss.CHECKS,
+    **metrics.CHECKS,
     **selection.CHECKS,
 }
 

@@ -126,8 +126,8 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
     found.fit()
     again = local_replay(*RECORDED, *overrides)
     again.all_of(found)
-    assert len(again.policy.updates) == len(found.policy.updates) > 0
-    for (batch, plan), (before, its_plan) in zip(again.policy.updates, found.policy.updates, strict=True):
+    assert len(mini_batches_of(again)) == len(mini_batches_of(found)) > 0
+    for batch, before in zip(mini_batches_of(again), mini_batches_of(found), strict=True):
         assert batch.columns.keys() == before.columns.keys()
         for name in before.columns.keys() - {
             "prefix_hashes"
@@ -136,9 +136,16 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
             assert batch[name].dtype == before[name].dtype, name
         assert batch.meta == before.meta
         assert store.ids(batch) == store.ids(before)
-        assert plan.for_rank(0).rows.tolist() == its_plan.for_rank(0).rows.tolist()
     assert again.run.progress.weight_version == found.run.progress.weight_version
     assert again.of("generate", "weights") == []
+
+
+def mini_batches_of(run: LocalRun) -> list[RemoteBatch]:
+    """The rows of every optimiser step, in the order of their plan. A recorded run sends each apart."""
+    batches = []
+    for batch, plan in run.policy.updates:
+        batches += [batch.select(mini_batch.rows) for mini_batch in plan.mini_batches]
+    return batches
 
 
 def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: NewRun, local_replay: Replay) -> None:

@@ -305,6 +305,12 @@ class StandInEngine:
         with self._pass("update"):
             return {"loss": Metric.sum(0.0)} | self._mismatch(sequences)
 
+    def forward_backward_log_probs(
+        self, sequences: Any, micro_batches: Any, loss: Any, denominators: Any
+    ) -> tuple[torch.Tensor, Metrics]:
+        metrics = self.forward_backward(sequences, micro_batches, loss, denominators)
+        return torch.full((sequences.num_tokens,), self._log_prob), metrics
+
     def optimizer_step(self, given: Any = None) -> Metrics:
         assert self._trains
         self.steps += 1

@@ -114,6 +114,7 @@ class Model(Saves):
         self.meanwhile: Callable[[], None] | None = None
         self.take_micro_step_times = Method(lambda: [[]])
         self.forward_backward = Method(self._forward_backward)
+        self.forward_backward_log_probs = Method(self._forward_backward_log_probs)
         self.optimizer_step = Method(lambda last: {"grad_norm": Metric.mean(1.0, 1)})
 
     def _pass(self, method: str, batch: RemoteBatch, plan: Plan, *columns: str) -> PlanResult:
@@ -152,6 +153,11 @@ class Model(Saves):
             return {"loss": Metric.sum(1.0)}
         self.updates.append((batch, plan))
         return self._pass("update", batch, plan).metrics | {"loss": Metric.sum(1.0)}
+
+    def _forward_backward_log_probs(self, batch: RemoteBatch, plan: Plan, loss: Any) -> PlanResult:
+        self.updates.append((batch, plan))
+        passed = self._pass("update", batch, plan, "log_probs")
+        return PlanResult(passed.tokens, passed.metrics | {"loss": Metric.sum(1.0)})
 
     def export_weights(self) -> tuple[None, Metrics]:
         return None, {}
