@@ -52,7 +52,7 @@ def load_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a skeleton takes no values
-            result = peft.set_peft_model_state_dict(model, weights, adapter_name=ADAPTER)
+            result: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=ADAPTER)
     except RuntimeError as error:  # of torch, for shapes
         raise ConfigError(f"{key}: the adapters are of another model: {clause(error)}.") from error
     missing = [name for name in result.missing_keys if is_adapter(name)]
