@@ -15,7 +15,7 @@ from typing import Any
 
 from controller.observability.recorded_values import finite
 from controller.observability.run_folder import Tracker
-from controller.observability.trackers import markdown, tabular
+from controller.observability.tracker_tables import markdown, tabular
 from workers.errors import ConfigError, one_line
 
 

@@ -7,19 +7,18 @@ An unreachable service does not stop a run. Keys and addresses come from the ser
 (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
+from controller.observability.local_trackers import SwanLabTracker, TrackioTracker
 from controller.observability.ray_metrics import RayMetrics
-from controller.observability.recorded_values import finite
 from controller.observability.run_folder import Tracker, writing
+from controller.observability.tracker_tables import markdown, tabular
 from workers.errors import ConfigError
 
 
@@ -194,41 +193,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".")
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def tabular(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return `columns` and `data`, a list of numbers or texts a row: lists and mappings become JSON, NaN
-    None.
-    """
-    names = _columns(rows)
-    data = []
-    for row in rows:
-        data.append([_cell(row.get(name)) for name in names])
-    return {"columns": names, "data": data}
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return finite(value)
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows as a Markdown table, with HTML escaped."""
-    names = _columns(rows)
-    lines = [names, ["---"] * len(names)]
-    for row in rows:
-        lines.append([_escape(row.get(name, "")) for name in names])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _escape(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(_cell(value))
-    return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
-
-
 def open_trackers(
     config: TrainingConfig,
     resumed_ids: Mapping[str, str],
@@ -263,14 +227,10 @@ def open_trackers(
         trackers.append(mlflow)
         ids["mlflow"] = mlflow.id
     if tracking.swanlab:
-        from controller.observability.local_trackers import SwanLabTracker
-
         swanlab = SwanLabTracker(folder, *run, log, id=resumed_ids.get("swanlab", ""))
         trackers.append(swanlab)
         ids["swanlab"] = swanlab.id
     if tracking.trackio:
-        from controller.observability.local_trackers import TrackioTracker
-
         trackio = TrackioTracker(*run, log, id=resumed_ids.get("trackio", ""))
         trackers.append(trackio)
         ids["trackio"] = trackio.id
