@@ -307,6 +307,7 @@ def test_engines_that_read_no_weights_get_all(
         (LATENT, ()),
         ({}, (LORA, "model.lora.target_modules=q_proj, down_proj")),
         ({}, (LORA,)),
+        ({}, (LORA, *TENSOR)),
         ({}, (f"rollout.cpu_kv_cache_gib={SEQUENCE}",)),
         ({}, (f"rollout.cpu_kv_cache_gib={SEQUENCE / 2}", "model.dtype=bfloat16")),
     ],

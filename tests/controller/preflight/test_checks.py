@@ -164,7 +164,6 @@ model.compile=never
 model.attention=sdpa policy.parallel.context_parallel=2 policy.parallel.context_parallel_method=ring
 policy.parallel.context_parallel_method=ring policy.parallel.context_parallel=2 resources.device=cuda FLOAT32
 model.attention=eager policy.parallel.tensor_parallel=2 model.layout=padded
-adapters policy.parallel.tensor_parallel=2 model.lora.rank=8
 model.compile=always policy.parallel.tensor_parallel=2 resources.device=cuda
 model.lora.policies=2 model.lora.rank=8
 model.lora.rank=513 model.lora.policies=2

@@ -182,6 +182,7 @@ CASES: dict[str, list[Case]] = {
     "copies 2, ring 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, ring 2, deferred": [CHECKPOINTED],
     "tp 2": [
+        adapted(),
         Case(distillation=("vocabulary", "jsd"), hidden_states=True),
         Case(distillation=("top_k", "forward_kl")),
         PADDED,
@@ -199,7 +200,7 @@ CASES: dict[str, list[Case]] = {
         with_states("lfm2"),
     ],
     "pp 2, dp 2, tp 2, states": [with_states("qwen3_next")],
-    "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
+    "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED, adapted(family="qwen3", layout="padded")],
     "copies 2, tp 2, deferred": [Case()],
     "ulysses 2, tp 2": [qwen3(share_prefixes="always"), OFFLOADED],
     "ring 2, tp 2": [FLOAT32, Case(layout="padded", forward_layout="packed"), qwen3(share_prefixes="always")],
@@ -246,7 +247,10 @@ CASES: dict[str, list[Case]] = {
     "ulysses 2, ep 2": [moe("olmoe"), moe(router_losses=BOTH)],
     "dp 2, ring 2, ep 4": [REPLAYED_SHARED, BALANCED_SHARED],
     "dp 2, ring 2, ep 2": [moe(router_replay="replay", router_losses=BOTH)],
-    "tp 2, ep 2": [moe(sizes=(("mlp_only_layers", (0,)),))],
+    "tp 2, ep 2": [
+        moe(sizes=(("mlp_only_layers", (0,)),)),
+        moe(lora=(("rank", 2), ("target_modules", "q_proj,o_proj"))),
+    ],
     "dp 2, tp 2, ep 4": [moe()],
     "dp 2, tp 2, ep 2": [moe(router_replay="replay", router_losses=BOTH)],
     "copies 2, tp 2, ep 2": [moe()],
@@ -432,6 +436,7 @@ def weights_after_a_step(engine: TrainingEngine, case: Case, way: Way) -> dict[s
         (PLAIN, "pp 2, dp 2", "dp 1"),
         (moe(), "dp 1", "dp 4, ep 2"),
         (moe(), "dp 2, tp 2, ep 2", "dp 1"),
+        (adapted(), "dp 2, tp 2", "dp 1"),
     ],
 )
 def test_training_continues_from_a_checkpoint_under_another_sharding(

@@ -49,7 +49,7 @@ def check_model(
     if head == "value":
         check_value_head(parallel, "value model")
     _check_pipeline_parallel(parallel, name, len(packed.layers), text)
-    check_tensor_parallel(parallel, settings, name, config.get_text_config().model_type, text)
+    check_tensor_parallel(parallel, name, config.get_text_config().model_type, text)
     check_vision(parallel, settings, name, packed.vision, config)
     check_experts(parallel, settings, name, expert_count(text))
     _check_router_losses(settings, name, config.model_type)
@@ -280,7 +280,7 @@ def _check_pipeline_parallel(
 
 
 def check_tensor_parallel(
-    parallel: ParallelConfig, settings: ModelConfig, model: str, family: str, sizes: Mapping[str, Any]
+    parallel: ParallelConfig, model: str, family: str, sizes: Mapping[str, Any]
 ) -> None:
     """Raise if ranks cannot share the layers of a model, by its `model_type` and its config.json's sizes."""
     tp = parallel.tensor_parallel
@@ -290,11 +290,6 @@ def check_tensor_parallel(
         raise UnsupportedModelError(
             f"{model} is not shared by policy.parallel.tensor_parallel, which is for "
             f"{', '.join(TENSOR_PARALLEL_FAMILIES)}. Set it to 1."
-        )
-    if settings.lora.rank:  # too small to share
-        raise ConfigError(
-            "adapters are not shared between ranks. Set model.lora.rank=0 or "
-            "policy.parallel.tensor_parallel=1."
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = sizes.get(name)

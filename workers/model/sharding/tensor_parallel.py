@@ -109,12 +109,35 @@ def own_vocabulary(
 def _layer_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     whole_modules = set(modules_of_own_tokens(layer))
     whole = tuple(f"{name}." for name, module in layer.named_modules() if module in whole_modules)
-    plan = {}
+    plan: dict[str, ParallelStyle] = {}
     for name, module in layer.named_modules():
-        style = None if f"{name}.".startswith(whole) else _style(name.rpartition(".")[2], module)
-        if style is not None:
+        if f"{name}.".startswith(whole):
+            continue
+        last = name.rpartition(".")[2]
+        if hasattr(module, "lora_A") and last in COLUMNS | ROWS:
+            plan |= {f"{name}.{part}": style for part, style in _adapted_styles(last).items()}
+        elif style := _style(last, module):
             plan[name] = style
     return plan
+
+
+def _adapted_styles(name: str) -> dict[str, ParallelStyle]:
+    """Return the styles of a module's parts, by name, where it has an adapter.
+
+    Between A and B are `rank` numbers a token: they travel where the module's input or output does, which
+    is wider.
+    """
+    if name in COLUMNS:
+        return {
+            "base_layer": ColwiseParallel(),
+            "lora_A.default": SequenceParallel(),
+            "lora_B.default": ColwiseParallel(input_layouts=Shard(1)),
+        }
+    return {
+        "base_layer": RowwiseParallel(output_layouts=Shard(1)),
+        "lora_A.default": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "lora_B.default": SequenceParallel(use_local_output=True),
+    }
 
 
 def _style(name: str, module: nn.Module) -> ParallelStyle | None:
@@ -141,5 +164,8 @@ def _gather_input(name: str) -> PrepareModuleInput:
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     # All ranks have the same weights, or none yet (meta device): each keeps its part without communication.
     parallelize_module(module, mesh, plan, src_data_rank=None)
+    for name, parameter in module.named_parameters():  # SequenceParallel would train frozen norms
+        parameter.requires_grad_(trained[name])
