@@ -14,8 +14,8 @@ import numpy as np
 
 from balancing import Plan
 from controller.planning.planner import with_loss_counts
-from controller.rollout.sample_files import UpdateRecord
 from controller.rollout.samples import RolloutBatch
+from controller.rollout.update_record import UpdateRecord
 from workers.batch.dataproto import DataProto, object_column
 from workers.batch.metrics import Metric, Metrics, merge, results
 from workers.batch.remote_batch import RemoteBatch, places

@@ -22,8 +22,9 @@ from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.replay_buffer import ReplayBuffer
-from controller.rollout.sample_files import UpdateRecord, write_log_probs, write_step, write_update
+from controller.rollout.sample_files import write_log_probs, write_step, write_update
 from controller.rollout.samples import RolloutBatch
+from controller.rollout.update_record import UpdateRecord
 from controller.training_loop import TrainingRun
 from workers.batch.remote_batch import RemoteBatch
 from workers.engine.requests import VALIDATION_STEP

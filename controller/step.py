@@ -27,8 +27,8 @@ from controller.algorithm.credit import has_offsets, session_advantages, turn_re
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
-from controller.rollout.sample_files import UpdateRecord
 from controller.rollout.samples import assign_teachers, newly_sampled, sample_numbers, trainable_rows
+from controller.rollout.update_record import UpdateRecord
 from workers.batch.metrics import Metric, Metrics, add_prefix, merge, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.roles import LossConfig, ValueLossConfig

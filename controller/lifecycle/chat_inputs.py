@@ -78,8 +78,9 @@ def _check_sandbox_tools(config: Config, tools: Tools) -> None:
     names = {tool_name(schema) for schema in tools.schemas}
     if not names & set(sandbox_tools.__all__):
         raise ConfigError(
-            f"rollout.sandbox.kind={config.rollout.sandbox.kind}: rollout.tools={config.rollout.tools} has none of "
-            f"{', '.join(sandbox_tools.__all__)}, so nothing runs in the sandbox. Import one into the file and its "
+            f"rollout.sandbox.kind={config.rollout.sandbox.kind}: rollout.tools={config.rollout.tools} has "
+            f"none of {', '.join(sandbox_tools.__all__)}, so nothing runs in the sandbox. Import one into the "
+            "file and its "
             "__all__ from workers.sandbox.tools, or remove the setting."
         )
 

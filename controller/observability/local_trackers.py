@@ -20,7 +20,9 @@ from workers.errors import ConfigError, one_line
 
 
 class SwanLabTracker(Tracker):
-    """A run in SwanLab, named by `id`. SWANLAB_MODE=offline writes to `folder`/swanlab, for `swanlab sync`."""
+    """A run in SwanLab, named by `id`. SWANLAB_MODE=offline writes to `folder`/swanlab, for `swanlab
+    sync`.
+    """
 
     def __init__(
         self,
@@ -31,7 +33,9 @@ class SwanLabTracker(Tracker):
         log: Callable[[str], None],
         id: str = "",
     ) -> None:
-        """log: prints a line. id: of the run to resume, or empty. Raises ConfigError if SwanLab cannot start."""
+        """log: prints a line. id: of the run to resume, or empty. Raises ConfigError if SwanLab cannot
+        start.
+        """
         import swanlab
 
         self._log = log

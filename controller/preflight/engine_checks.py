@@ -194,7 +194,8 @@ def _check_sandbox(config: Config) -> None:
     if not rollout.sandbox.kind:
         if rollout.tools == SANDBOX_TOOLS:
             raise ConfigError(
-                f"rollout.tools={SANDBOX_TOOLS}: rollout.sandbox.kind is empty. Set it, see docs/sandboxes.md."
+                f"rollout.tools={SANDBOX_TOOLS}: rollout.sandbox.kind is empty. Set it, see "
+                "docs/sandboxes.md."
             )
         return
     from workers.sandbox.kinds import check_sandbox

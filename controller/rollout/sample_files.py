@@ -25,6 +25,7 @@ import ray
 
 from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
+from controller.rollout.update_record import UpdateRecord
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
 from workers.batch.placed_images import Image, Placed, PlacedImage, keys
 from workers.batch.remote_batch import IMAGES, RemoteBatch, fetch_images, places
@@ -62,17 +63,6 @@ class StoredSamples:
 
     finished: list[FinishedSample] = field(default_factory=list)
     partial: dict[int, Response | SessionRecord] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class UpdateRecord:
-    """What an update computed. log_probs: token column [B] that the loss has seen. metrics: of each
-    mini-batch. loss_tokens: of each mini-batch, by which token means divide.
-    """
-
-    log_probs: np.ndarray
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    loss_tokens: list[int] = field(default_factory=list)
 
 
 def _select_fields(response: Response) -> dict[str, Any]:

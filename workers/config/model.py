@@ -35,7 +35,8 @@ class LoraConfig:
     )
     path: str = setting(
         "",
-        "Folder with adapters in peft's format that the policy begins with. Every node needs it. Empty begins "
+        "Folder with adapters in peft's format that the policy begins with. Every node needs it. Empty "
+        "begins "
         "as the base model, which is the reference in both cases.",
     )
     target_modules: str = setting(

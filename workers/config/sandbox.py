@@ -13,8 +13,9 @@ class SandboxConfig:
 
     kind: str = setting(
         "",
-        "`bubblewrap`, `docker:IMAGE`, `podman:IMAGE` or `kubernetes:IMAGE`. Each sample has its own. `rollout.tools="
-        "workers.sandbox.tools` gives the policy a shell and files in it, `rollout.agent_command` runs in it, "
+        "`bubblewrap`, `docker:IMAGE`, `podman:IMAGE` or `kubernetes:IMAGE`. Each sample has its own. "
+        "`rollout.tools=workers.sandbox.tools` gives the policy a shell and files in it, "
+        "`rollout.agent_command` runs in it, "
         "and an environment opens it (see docs/sandboxes.md).",
     )
     cpus: float = setting(1.0, "Cores of a sandbox.", above=0, maximum=1024)

@@ -1,6 +1,7 @@
-"""A sandbox made by bubblewrap: namespaces, a filter of system calls, and limits. It needs no daemon and no image.
+"""A sandbox made by bubblewrap: namespaces, a filter of system calls, and limits. It needs no daemon and no
+image.
 
-    owner --> bwrap: no network, no files of this machine but /usr and Python, a root in memory of limited size
+    owner --> bwrap: no network, no files of this machine but /usr and Python, a root in limited memory
         '-- pipes --> supervisor, process 1 --> commands
 
 It ends with the thread that started it, however that ends.
@@ -243,7 +244,9 @@ class BubblewrapSandbox(Sandbox):
                 os.kill(int(pid), signal.SIGKILL)
 
     def _watch_memory(self, ended: Event) -> None:
-        """Kill the commands if all together have more memory than the limit, which the kernel holds for each."""
+        """Kill the commands if all together have more memory than the limit, which the kernel holds for
+        each.
+        """
         import psutil
 
         while not ended.wait(WATCH_SECONDS):
@@ -350,7 +353,8 @@ def _filter(machine: str, last_family: int) -> bytes:
 
 @cache
 def find_interpreter() -> str:
-    """Return this Python, or the system's if the sandbox's user cannot read ours, after a breakout from it failed.
+    """Return this Python, or the system's if the sandbox's user cannot read ours, after a breakout from it
+    failed.
 
     Raises SandboxError if no sandbox can be made here, or if it does not hold.
     """

@@ -35,7 +35,9 @@ class ContainerSandbox(ShellSandbox):
         image: str,
         gateway: tuple[str, int] | None = None,
     ) -> None:
-        """program: docker or podman. gateway: host and port that commands reach as 127.0.0.1 and this port."""
+        """program: docker or podman. gateway: host and port that commands reach as 127.0.0.1 and this
+        port.
+        """
         super().__init__(limits, label)
         self._program = program
         self._image = image

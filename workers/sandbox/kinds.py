@@ -25,11 +25,13 @@ def check_sandbox(settings: SandboxConfig) -> None:
     _check_kind(settings.kind)
     if settings.network and settings.kind.startswith(BUBBLEWRAP):
         raise ConfigError(
-            f"rollout.sandbox.network=true: {KEY}={settings.kind} has no network. Remove it, or use docker:IMAGE."
+            f"rollout.sandbox.network=true: {KEY}={settings.kind} has no network. Remove it, or use "
+            "docker:IMAGE."
         )
     if settings.kind.startswith(KUBERNETES) and settings.processes != SandboxConfig().processes:
         raise ConfigError(
-            f"rollout.sandbox.processes={settings.processes}: a pod has the limit of its node (podPidsLimit of the "
+            f"rollout.sandbox.processes={settings.processes}: a pod has the limit of its node "
+            "(podPidsLimit of the "
             "kubelet). Set that, and remove this."
         )
 
@@ -53,7 +55,8 @@ def _check_kind(text: str) -> None:
             pass
     except SandboxError as error:
         raise ConfigError(
-            f"{KEY}={text}: {error}. Install bubblewrap 0.8 or later and allow user namespaces, or use another kind."
+            f"{KEY}={text}: {error}. Install bubblewrap 0.8 or later and allow user namespaces, or use "
+            "another kind."
         ) from None
 
 
@@ -108,14 +111,15 @@ def export_settings(settings: SandboxConfig) -> None:
 
 
 def open_run_sandbox(sample: str = "", **limits: float) -> Sandbox:
-    """Return a sandbox of `rollout.sandbox`, to start, for an environment. limits: of SandboxLimits, others than
-    the settings'. Raises SandboxError if the run has none.
+    """Return a sandbox of `rollout.sandbox`, to start, for an environment. limits: of SandboxLimits, others
+    than the settings'. Raises SandboxError if the run has none.
     """
     values = json.loads(os.environ.get(VARIABLE, "{}"))
     settings = SandboxConfig(**values)
     if not settings.kind:
         raise SandboxError(f"{KEY} is not set, and the environment opens a sandbox")
-    return open_sandbox(settings, sample, limits=replace(limits_of(settings), **limits))  # type: ignore[arg-type]
+    changed = replace(limits_of(settings), **limits)  # type: ignore[arg-type]
+    return open_sandbox(settings, sample, limits=changed)
 
 
 def _folders(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Labels of sandboxes that outlive their process, and which of these are left over.
 
-A label names the process that opened the sandbox: whoever finds it on the same machine knows whether that process
-lives. A run's name would not say so: the run may have been killed, or may run at this moment.
+A label names the process that opened the sandbox: whoever finds it on the same machine knows whether that
+process lives. A run's name would not say so: the run may have been killed, or may run at this moment.
 """
 
 import os
@@ -31,7 +31,9 @@ def labels(label: SandboxLabel) -> Mapping[str, str]:
 
 
 def _name(pid: int) -> str:
-    """Return a name of a process that no later one has: Kubernetes takes letters, digits, '-', '_' and '.'."""
+    """Return a name of a process that no later one has: Kubernetes takes letters, digits, '-', '_' and
+    '.'.
+    """
     import psutil
 
     try:

@@ -152,7 +152,8 @@ def check_cluster(key: str, image: str) -> None:
         raise ConfigError(f"{key}={KUBERNETES}: it names no image. Set {KUBERNETES}:IMAGE.")
     if find_spec("kubernetes") is None:
         raise ConfigError(
-            f'{setting}: the package kubernetes is not installed. Install it: `pip install "ballast-rl[kubernetes]"`.'
+            f"{setting}: the package kubernetes is not installed. Install it: `pip install "
+            '"ballast-rl[kubernetes]"`.'
         )
     try:
         namespace = load_cluster()
@@ -262,7 +263,9 @@ def _send(client: Any, content: bytes) -> None:
 
 
 def _exit_code(status: bytes) -> int:
-    """Return the exit code that the API gives at the end of a command. Raises SandboxError if there is none."""
+    """Return the exit code that the API gives at the end of a command. Raises SandboxError if there is
+    none.
+    """
     try:
         answer = json.loads(status)
         if answer["status"] == "Success":

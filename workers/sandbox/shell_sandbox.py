@@ -1,4 +1,6 @@
-"""What sandboxes have in common that run commands in an image by `exec`: its shell limits, reads and writes."""
+"""What sandboxes have in common that run commands in an image by `exec`: its shell limits, reads and
+writes.
+"""
 
 import time
 from abc import abstractmethod

@@ -1,6 +1,7 @@
 """Tools of a sample's sandbox: `rollout.tools=workers.sandbox.tools` with `rollout.sandbox.kind`.
 
-`SandboxToolPool` answers the calls. A file of tools that imports some, and lists them in `__all__`, adds its own.
+`SandboxToolPool` answers the calls. A file of tools that imports some, and lists them in `__all__`, adds its
+own.
 """
 
 from typing import NoReturn

@@ -90,7 +90,8 @@ def _check_settings(key: str, stored: dict[str, Any], ours: dict[str, Any], conf
 def _read_weights(file: Path, key: str) -> dict[str, Tensor]:
     if not file.is_file():
         raise ConfigError(
-            f"{key}: {file} is missing. Save the adapters by peft_model.save_pretrained(...) with safetensors."
+            f"{key}: {file} is missing. Save the adapters by peft_model.save_pretrained(...) with "
+            "safetensors."
         )
     try:
         weights = load_file(file)

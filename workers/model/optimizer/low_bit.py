@@ -7,10 +7,10 @@ int8 holds floats of 8 bits. Blocks of up to 256 values in a row share a byte, t
     exp_avg     sign, 4 bits of exponent, 3 of fraction: 16 octaves below the block's largest value, then 0
     exp_avg_sq        5 bits of exponent, 3 of fraction: 32 octaves, then the smallest value, as 0 divides
 
-Rounding is exact arithmetic on the bits of float32, with noise that is a hash of the parameter's name, the step
-and the element's place in the whole parameter. So a rank's part of a state does not depend on the other ranks:
-any layout rounds the same numbers to the same bits, and checkpoints hold plain tensors. torchao's blocks
-follow the rank's part of a parameter, it rounds to the nearest value, and it compiles a step for each shape.
+Rounding is exact arithmetic on the bits of float32, with noise that is a hash of the parameter's name, the
+step and the element's place in the whole parameter. So a rank's part of a state does not depend on the other
+ranks: any layout rounds the same numbers to the same bits, and checkpoints hold plain tensors. torchao's
+blocks follow the rank's part of a parameter, it rounds to the nearest value, and it compiles a step for each shape.
 """
 
 import math
@@ -248,7 +248,9 @@ def pieces(parameter: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def block_of(parameter: Tensor) -> int:
-    """Return the values of a block, a divisor of each rank's part of a row, or 0 for what stays in float32."""
+    """Return the values of a block, a divisor of each rank's part of a row, or 0 for what stays in
+    float32.
+    """
     if parameter.ndim < 2:
         return 0
     width = parameter.shape[-1]
