@@ -33,7 +33,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Give reports what the terminal prints. Properties reach it from other processes, and JUnit's files."""
     if call.when == "teardown" and STARTED in item.stash:
         item.user_properties.append((SECONDS, round(count_seconds() - item.stash[STARTED], 2)))
-    if call.duration > LONG_SECONDS and not explains_itself(item):
+    # The first test with a session's fixture sets it up for all: set-ups are not named.
+    if call.when == "call" and call.duration > LONG_SECONDS and not explains_itself(item):
         item.user_properties.append((UNEXPLAINED, round(call.duration)))
 
 
