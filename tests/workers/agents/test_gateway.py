@@ -1,7 +1,7 @@
 """Agents' sessions over HTTP, with stock clients and a real engine on a CPU, against the engine's own
 records.
 
-Its engine takes about 15 CPU seconds. Only here are ids and log-probs of every API's turns compared with the
+Only here are ids and log-probs of every API's turns compared with the
 engine's.
 """
 

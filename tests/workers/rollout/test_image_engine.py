@@ -1,6 +1,6 @@
 """A real engine with images: it computes what the trainer does, before and after updates.
 
-An engine takes about 15 CPU seconds. Only here are log-probs of images compared with a trainer's.
+Only here are log-probs of images compared with a trainer's.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Agents on stock clients, all at once, against a real engine; and what hostile clients ask of their
 sessions.
 
-Its engine takes about 15 CPU seconds. Only here are sessions that retry, leave and branch at once compared with what
+Only here are sessions that retry, leave and branch at once compared with what
 the engine sampled.
 """
 
