@@ -131,14 +131,20 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]) -> Schema:
-    """Merge the schema's defaults, YAML files and `key.sub=value` overrides. Later ones win.
+    """Merge the schema's defaults, YAML files and `key.sub=value` overrides. Later ones win. `~key.sub` and
+    `key.sub=null` take back what was set before.
 
     Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or
     required key not set.
     """
     known_settings = _known_settings(cast(Hashable, schema))
     parts = [(f"{file}: ", read_yaml(Path(file))) for file in files]
-    parts += [("", _read_override(override, known_settings)) for override in overrides]
+    removals = []
+    for override in overrides:
+        if removed := _removed_setting(override, known_settings):
+            removals.append((len(parts), removed))
+        else:
+            parts.append(("", _read_override(override, known_settings)))
     merged = pickle.loads(_pickled_defaults(cast(Hashable, schema)))
     problems = Problems()
     for source, part in parts:
@@ -147,6 +153,8 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
             _convert_lists(part, known_settings, source)
             _check_keys_and_types(part, known_settings, source)
     problems.raise_all()
+    for count, key in removals:
+        _remove(key, [part for _, part in parts[:count]])
     _merge(merged, [part for _, part in parts], known_settings)
     config = _to_object(merged, known_settings)
     _check_ranges(config, known_settings)
@@ -252,9 +260,31 @@ def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def _removed_setting(override: str, known_settings: Mapping[str, Setting]) -> str:
+    """Return the setting or section that `~key` or `key=null` removes, or an empty text. Raises ConfigError
+    for an unknown one.
+    """
+    key, _, value = override.partition("=")
+    if override.startswith("~") and not value:
+        key = key[1:]
+    elif value.strip() != "null" or key not in known_settings:
+        return ""
+    if key not in known_settings and key not in _sections(tuple(known_settings)):
+        raise ConfigError(f"~{key}: not a setting; {suggestion(key, list(known_settings))}")
+    return key
+
+
+def _remove(key: str, parts: Sequence[DictConfig]) -> None:
+    section, _, name = key.rpartition(".")
+    for part in parts:
+        node = OmegaConf.select(part, section) if section else part
+        if node is not None and name in node:
+            del node[name]
+
+
 def _read_override(override: str, known_settings: Mapping[str, Setting]) -> DictConfig:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", override, re.DOTALL):
-        raise ConfigError(f"{override!r} is not an override. Write key.sub=value.")
+        raise ConfigError(f"{override!r} is not an override. Write key.sub=value, or ~key.sub.")
     key, _, value = override.partition("=")
     for name, setting in known_settings.items():
         if setting.type in (Numbers, Biases) and key.startswith(f"{name}."):

@@ -235,6 +235,43 @@ def test_every_configuration_that_ships_fits_the_schema(path: Path) -> None:
     assert config.run.name and (config.reward.weights or config.rollout.environment)
 
 
+@pytest.mark.parametrize(
+    "removal", ["~rollout.threads", "rollout.threads=null", "~rollout", "rollout.threads= null"]
+)
+def test_an_override_takes_back_what_was_set_before_it(tmp_path: Path, removal: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {path: m}\ndata: {train: t}\nreward: {function: f}\nrollout: {threads: 2}\n")
+    assert load(path).rollout.threads == 2
+    assert load(path, [removal]).rollout == Config().rollout
+    assert load(path, ["rollout.threads=3", removal]).rollout == Config().rollout
+    assert load(path, [removal, "rollout.threads=3"]).rollout.threads == 3
+    assert load(path, [removal, removal, "run.seed=3"]).run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("removal", "message"),
+    [
+        ("~rollout.thread", "did you mean rollout.threads"),
+        ("~", "not a setting"),
+        ("~rollout.threads=2", "is not an override"),
+        ("rollout.thread=null", "did you mean rollout.threads"),
+        ("~model.path", "model.path"),
+        ("model.path=null", "model.path"),
+    ],
+)
+def test_a_removal_of_no_setting_and_of_a_needed_one_is_refused(removal: str, message: str) -> None:
+    with refused(message):
+        load(None, [*NEEDED, removal])
+
+
+def test_removing_a_mapping_leaves_none_of_its_names(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {path: m}\ndata: {sources: {a.jsonl: 1}}\nreward: {functions: {f.py:g: 1}}\n")
+    config = load(path, ["~data.sources", "data.train=t"])
+    assert not config.data.sources
+    assert config.data.train == "t"
+
+
 def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
