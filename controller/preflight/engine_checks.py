@@ -11,7 +11,7 @@ from workers.config.roles import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.engine.engine_options import LORA_RANKS
 from workers.episodes.parser_names import known_parsers
 from workers.errors import ConfigError, Problems, check_together, raise_all
-from workers.user_code.task_sources import package_of
+from workers.user_code.task_sources import HARBOR, package_of
 
 PLAYERS = ("environment", "tools", "agent", "agent_command")
 """Settings of rollout that make samples episodes, of which a run has one."""
@@ -197,10 +197,19 @@ def _check_sandbox(config: Config) -> None:
                 f"rollout.tools={SANDBOX_TOOLS}: rollout.sandbox.kind is empty. Set it, see "
                 "docs/sandboxes.md."
             )
+        if package_of(rollout.environment) == HARBOR:
+            raise ConfigError(
+                f"rollout.environment={rollout.environment}: rollout.sandbox.kind is empty, and tasks run in a "
+                "sandbox. Set it, see docs/tasks.md."
+            )
         return
     from workers.sandbox.kinds import check_sandbox
 
     check_sandbox(rollout.sandbox)
+    if package_of(rollout.environment) == HARBOR:
+        from workers.harbor.task_folders import check_tasks
+
+        check_tasks(rollout.environment, rollout.sandbox.kind)
     if rollout.agent_command and rollout.sandbox.kind.startswith("kubernetes"):
         raise ConfigError(
             f"rollout.sandbox.kind={rollout.sandbox.kind}: its pods do not reach the gateway of "

@@ -110,14 +110,20 @@ def export_settings(settings: SandboxConfig) -> None:
     os.environ[VARIABLE] = json.dumps(asdict(settings))
 
 
-def open_run_sandbox(sample: str = "", **limits: float) -> Sandbox:
-    """Return a sandbox of `rollout.sandbox`, to start, for an environment. limits: of SandboxLimits, others
-    than the settings'. Raises SandboxError if the run has none.
-    """
+def run_settings() -> SandboxConfig:
+    """Return `rollout.sandbox` of the run. Raises SandboxError if it has none."""
     values = json.loads(os.environ.get(VARIABLE, "{}"))
     settings = SandboxConfig(**values)
     if not settings.kind:
         raise SandboxError(f"{KEY} is not set, and the environment opens a sandbox")
+    return settings
+
+
+def open_run_sandbox(sample: str = "", **limits: float) -> Sandbox:
+    """Return a sandbox of `rollout.sandbox`, to start, for an environment. limits: of SandboxLimits, others
+    than the settings'. Raises SandboxError if the run has none.
+    """
+    settings = run_settings()
     changed = replace(limits_of(settings), **limits)  # type: ignore[arg-type]
     return open_sandbox(settings, sample, limits=changed)
 

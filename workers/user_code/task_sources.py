@@ -1,5 +1,5 @@
 """Tasks of installed packages, named where a file of records is:
-`reasoning_gym:leg_counting?size=2000&seed=1`.
+`reasoning_gym:leg_counting?size=2000&seed=1`. Folders of Harbor's tasks too, `harbor:FOLDER`.
 
     PACKAGE:NAME?key=value&key.sub=value --task_records--> a process imports the package --JSON--> records
 
@@ -18,6 +18,9 @@ from workers.errors import ConfigError, DataError
 from workers.user_code.process import NoAnswerError, ask
 
 PACKAGES = ("reasoning_gym", "verifiers")  # names of extras too
+HARBOR = "harbor"  # a format of folders, read without a package
+MODULES = {"verifiers": "agents.verifiers_agent", HARBOR: "harbor.task_folders"}
+HARBOR_CLASS = "workers.harbor.environment:HarborEnvironment"
 LOADING_SECONDS = 600.0  # a package may download its data
 TASK = "task"  # column with a task of verifiers
 
@@ -25,13 +28,13 @@ TASK = "task"  # column with a task of verifiers
 def package_of(text: str) -> str:
     """Return the package that a setting's value names, or "" if it names a file or a class."""
     package = text.partition(":")[0]
-    return package if package in PACKAGES and text != package else ""
+    return package if package in (*PACKAGES, HARBOR) and text != package else ""
 
 
 def check_installed(key: str, text: str) -> None:
     """Raise ConfigError if the package that a setting names is missing."""
     package = package_of(text)
-    if package and find_spec(package) is None:
+    if package in PACKAGES and find_spec(package) is None:
         raise ConfigError(
             f"{key}={text}: the package {package} is not installed. Install it: "
             f'`pip install "ballast-rl[{package}]"`.'
@@ -41,7 +44,7 @@ def check_installed(key: str, text: str) -> None:
 @cache
 def task_records(text: str) -> tuple[dict[str, Any], ...]:
     """Return the records of a source. Raises DataError."""
-    module = "agents.verifiers_agent" if package_of(text) == "verifiers" else "user_code.task_sources"
+    module = MODULES.get(package_of(text), "user_code.task_sources")
     try:
         return tuple(ask(f"workers.{module}:records", text, timeout_s=LOADING_SECONDS, setting=""))
     except (NoAnswerError, ConfigError) as error:

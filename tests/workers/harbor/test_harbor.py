@@ -1,0 +1,180 @@
+"""Tasks in Harbor's format, in the sandbox of this machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.sandbox.conftest import needs_bubblewrap
+from workers.config.sandbox import SandboxConfig
+from workers.environment import Turn
+from workers.errors import ConfigError, DataError, EpisodeError
+from workers.harbor.environment import HarborEnvironment
+from workers.harbor.task_folders import check_tasks, list_unread, read_layout, read_tasks, records
+from workers.sandbox.kinds import export_settings
+from workers.user_code.task_sources import task_records
+
+TOML = """
+version = "1.0"
+[metadata]
+difficulty = "easy"
+[agent]
+timeout_sec = 30.0
+[verifier]
+timeout_sec = 20.0
+[environment]
+cpus = 1
+"""
+PASSES = 'if [ "$(cat /app/sorted.txt)" = "$(printf "a\\nb")" ]; then echo 1; else echo 0; fi'
+TASKS = {  # Dockerfile, tests, solution, reward of the solution
+    "sort": (
+        "FROM ubuntu:24.04\nWORKDIR /app\nCOPY words.txt .\n",
+        f"({PASSES}) > /logs/verifier/reward.txt\n",
+        "sort words.txt > sorted.txt\n",
+        {"reward": 1.0},
+    ),
+    "parts": (
+        "FROM python:3.12-slim\nENV NAME=x\nWORKDIR /srv\nCOPY . /data/\n",
+        '[ -f made ] && echo \'{"reward": 0.5, "made": 1}\' > /logs/verifier/reward.json\n'
+        "[ -f made ] || echo 0 > /logs/verifier/reward.txt\n",
+        'test -f /data/words.txt && test "$NAME" = x && touch made\n',
+        {"reward": 0.5, "made": 1.0},
+    ),
+    "steps": (
+        "FROM debian\nWORKDIR /app\n",
+        "echo 0.25 > /logs/verifier/reward.txt\n",
+        "true\n",
+        {"reward": 0.25},
+    ),
+}
+
+
+def write_task(folder: Path, dockerfile: str, tests: str, solution: str, toml: str = TOML) -> Path:
+    files = {
+        "task.toml": toml,
+        "instruction.md": f"Do {folder.name}.\n",
+        "environment/Dockerfile": dockerfile,
+        "environment/words.txt": "b\na\n",
+        "tests/test.sh": tests,
+        "solution/solve.sh": solution,
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    for name, (dockerfile, tests, solution, _) in TASKS.items():
+        write_task(tmp_path / name, dockerfile, tests, solution)
+    return tmp_path
+
+
+@pytest.fixture
+def sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BALLAST_SANDBOX", "")
+    export_settings(SandboxConfig(kind="bubblewrap", memory_gib=0.25))
+
+
+def begin(folder: Path) -> HarborEnvironment:
+    (record,) = records(f"harbor:{folder}")
+    environment = HarborEnvironment()
+    environment.reset(record)
+    return environment
+
+
+def call(command: str) -> Turn:
+    arguments: dict[str, Any] = {"command": command}
+    return Turn("", tool_calls=[{"id": "1", "function": {"name": "shell", "arguments": arguments}}])
+
+
+def test_every_task_of_a_folder_is_a_record_with_a_shell(tasks: Path) -> None:
+    made = task_records(f"harbor:{tasks}")
+    assert [record["prompt"][0]["content"] for record in made] == ["Do parts.\n", "Do sort.\n", "Do steps.\n"]
+    assert {record["tools"][0]["function"]["name"] for record in made} == {"shell"}
+    assert list_unread(read_tasks(f"harbor:{tasks}")) == ["environment.cpus"]
+    check_tasks(f"harbor:{tasks}", "bubblewrap")
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize("name", TASKS)
+def test_the_oracle_is_rewarded_by_the_tests(tasks: Path, name: str) -> None:
+    observation = begin(tasks / name).solve()
+    assert observation.done
+    assert {"reward": observation.reward, **observation.parts} == TASKS[name][3]
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
+def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(tasks: Path) -> None:
+    environment = begin(tasks / "sort")
+    (answer,) = environment.step(call("sort words.txt | tee sorted.txt; ls /tests; exit 3")).text
+    assert answer["content"].startswith("a\nb") and answer["content"].endswith("[exit code 3]")
+    assert "No such file" in answer["content"]
+    observation = environment.step(Turn("done"))
+    assert observation.done and observation.reward == 1.0
+    assert begin(tasks / "sort").step(Turn("")).reward == 0.0
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize(
+    "tests",
+    ["true", "echo nan > /logs/verifier/reward.txt", "echo '{}' > /logs/verifier/reward.json", "sleep 9"],
+)
+def test_tests_without_a_reward_fail_the_sample(tmp_path: Path, tests: str) -> None:
+    toml = TOML.replace("20.0", "0.5")
+    folder = write_task(tmp_path / "task", "FROM ubuntu\n", tests, "true", toml)
+    with pytest.raises(EpisodeError, match=r"test\.sh"):
+        begin(folder).step(Turn(""))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("task.toml", "x ="),
+        ("task.toml", "[agent]\ntimeout_sec = -1"),
+        ("task.toml", "[[steps]]\nname = 'a'"),
+        ("task.toml", "[environment]\ndocker_image = 3"),
+        ("instruction.md", " \n"),
+        ("tests/test.sh", None),
+    ],
+)
+def test_a_malformed_folder_is_refused_by_its_file(tasks: Path, name: str, text: str | None) -> None:
+    file = tasks / "sort" / name
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(DataError) as error:
+        read_tasks(f"harbor:{tasks}")
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["RUN apt-get install -y gcc", "FROM pytorch/pytorch", "COPY --from=a /b /c", "COPY none.txt ."]
+)
+def test_a_task_that_needs_an_image_is_refused_before_the_run(tasks: Path, line: str) -> None:
+    (tasks / "sort/environment/Dockerfile").write_text(f"FROM ubuntu\n{line}\n")
+    with pytest.raises(ConfigError, match=r"sort/environment/Dockerfile"):
+        check_tasks(f"harbor:{tasks}", "bubblewrap")
+
+
+def test_containers_take_the_image_of_each_task(tasks: Path) -> None:
+    with pytest.raises(ConfigError, match="docker_image"):
+        check_tasks(f"harbor:{tasks}", "docker:x")
+    for name in TASKS:
+        (tasks / name / "task.toml").write_text(f'{TOML}docker_image = "registry/{name}"\n')
+    check_tasks(f"harbor:{tasks}", "docker:x")
+    assert {task.image for task in read_tasks(f"harbor:{tasks}")} == {f"registry/{name}" for name in TASKS}
+
+
+def test_a_layout_is_read_as_docker_reads_it(tasks: Path) -> None:
+    folder = tasks / "sort"
+    (folder / "environment/Dockerfile").write_text(
+        "FROM ubuntu\nWORKDIR /a\nWORKDIR b\nCOPY words.txt \\\n x/\nCOPY words.txt y\nENV A=1 B='2 3'\n"
+    )
+    layout = read_layout(folder)
+    assert layout.folder == "/a/b" and layout.variables == {"A": "1", "B": "2 3"}
+    assert [inside for _, inside in layout.copies] == ["/a/b/x/words.txt", "/a/b/y"]
