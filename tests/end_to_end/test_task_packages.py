@@ -10,7 +10,9 @@ from controller.data.records import read_records
 from controller.fit import read_inputs
 from tests.end_to_end.test_whole_loop import Run, run_loop
 from tests.refusals import refused
+from tests.workers.harbor.test_harbor import TASKS, write_task
 from tests.workers.rollout import agent_model
+from tests.workers.sandbox.conftest import needs_bubblewrap
 from workers.reward_functions import reasoning_gym
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -121,3 +123,25 @@ def test_an_environment_of_verifiers_plays_a_run(
     broken = f"rollout.environment={environment.replace('turns=2', 'turns=many')}"
     with refused(broken):
         read_inputs(load(None, [*settings, *SMALL, *given, f"model.path={model}", broken]))
+
+
+@needs_bubblewrap
+def test_tasks_in_folders_play_a_run_in_sandboxes(settings: list[str], model: Path, tmp_path: Path) -> None:
+    for name, (dockerfile, tests, solution, _) in TASKS.items():
+        write_task(tmp_path / "tasks" / name, dockerfile, tests, solution)
+    tasks = f"harbor:{tmp_path / 'tasks'}"
+    options = [
+        *(f"data.train={tasks}", "data.validation=", "validation.prompts=0", "reward.function="),
+        *(
+            f"rollout.environment={tasks}",
+            "rollout.sandbox.kind=bubblewrap",
+            "rollout.sandbox.memory_gib=0.25",
+        ),
+        *("rollout.sampling.max_new_tokens=24", "rollout.max_turns=2", "rollout.tool_parser=hermes"),
+        *("rollout.max_episode_tokens=256", "data.max_prompt_tokens=512", "rollout.history=keep"),
+    ]
+    run = of_tasks(settings, model, "folders", *options)
+    assert len(run.outcome.steps) == 2
+    for step in run.outcome.steps:
+        assert step["reward/failures"] == 0 and step["policy/rollout_mismatch_max"] < 1e-4
+        assert 0 <= step["reward/mean"] <= 0.25
