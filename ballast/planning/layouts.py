@@ -177,7 +177,7 @@ class LayoutSearch:
         try:
             check_states(parallel, "", unshared_states(text, layout.cp * layout.tp))
             check_context_parallel(parallel, "", heads=heads, features=features)
-            check_tensor_parallel(parallel, config.model, "", str(text.get("model_type")), text)
+            check_tensor_parallel(parallel, "", str(text.get("model_type")), text)
             check_experts(parallel, config.model, "", expert_count(text))
         except (ConfigError, UnsupportedModelError):
             return False

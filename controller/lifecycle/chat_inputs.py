@@ -79,9 +79,8 @@ def _check_sandbox_tools(config: Config, tools: Tools) -> None:
     if not names & set(sandbox_tools.__all__):
         raise ConfigError(
             f"rollout.sandbox.kind={config.rollout.sandbox.kind}: rollout.tools={config.rollout.tools} has "
-            f"none of {', '.join(sandbox_tools.__all__)}, so nothing runs in the sandbox. Import one into the "
-            "file and its "
-            "__all__ from workers.sandbox.tools, or remove the setting."
+            f"none of {', '.join(sandbox_tools.__all__)}, so nothing runs in the sandbox. Import one into "
+            "the file and its __all__ from workers.sandbox.tools, or remove the setting."
         )
 
 

@@ -199,8 +199,8 @@ def _check_sandbox(config: Config) -> None:
             )
         if package_of(rollout.environment) == HARBOR:
             raise ConfigError(
-                f"rollout.environment={rollout.environment}: rollout.sandbox.kind is empty, and tasks run in a "
-                "sandbox. Set it, see docs/tasks.md."
+                f"rollout.environment={rollout.environment}: rollout.sandbox.kind is empty, and tasks run "
+                "in a sandbox. Set it, see docs/tasks.md."
             )
         return
     from workers.sandbox.kinds import check_sandbox

@@ -127,7 +127,7 @@ def read_layout(folder: Path) -> Layout:
     file = folder / "environment" / "Dockerfile"
     place = "/"
     copies = []
-    variables = {}
+    variables: dict[str, str] = {}
     lines = _read_text(file).replace("\\\n", " ").splitlines()
     for line in filter(None, map(str.strip, lines)):
         word, _, rest = line.partition(" ")
@@ -185,7 +185,7 @@ def _read_text(file: Path) -> str:
 
 
 def _flatten(section: dict[str, Any], above: str = "") -> dict[str, Any]:
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in section.items():
         inner = _flatten(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
         values |= inner

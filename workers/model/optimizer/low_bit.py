@@ -10,7 +10,8 @@ int8 holds floats of 8 bits. Blocks of up to 256 values in a row share a byte, t
 Rounding is exact arithmetic on the bits of float32, with noise that is a hash of the parameter's name, the
 step and the element's place in the whole parameter. So a rank's part of a state does not depend on the other
 ranks: any layout rounds the same numbers to the same bits, and checkpoints hold plain tensors. torchao's
-blocks follow the rank's part of a parameter, it rounds to the nearest value, and it compiles a step for each shape.
+blocks follow the rank's part of a parameter, it rounds to the nearest value, and it compiles a step for each
+shape.
 """
 
 import math
