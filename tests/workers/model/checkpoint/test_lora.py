@@ -149,6 +149,20 @@ def test_a_policy_begins_with_the_adapters_of_a_folder(model, tmp_path, ranks: R
         assert_same(sent, weights(first), 1e-9)
 
 
+def written_again(model: str, path: Path) -> None:
+    lora = replace(LORA, path=str(path))
+    build_engine(model, lora=lora, tensor_parallel=2).save_adapters(path / "again")
+
+
+def test_ranks_that_share_adapters_read_and_write_whole_ones(model, tmp_path, ranks: RankPool):
+    engine = build(model)
+    train(engine, range(3))
+    engine.save_adapters(tmp_path / "adapters")
+    ranks.run(written_again, 2, model, tmp_path / "adapters")
+    expected = load_file(tmp_path / "adapters" / FILE)
+    assert_same(load_file(tmp_path / "adapters" / "again" / FILE), expected, 0)
+
+
 def test_a_folder_of_peft_itself_is_a_beginning(model, tmp_path):
     settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=["v_proj", "o_proj"], lora_dropout=0.1)
     settings.init_lora_weights = False  # B is random, too
