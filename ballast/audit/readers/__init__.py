@@ -59,7 +59,7 @@ def read_dump(path: str | Path) -> Bundle:
     if path.suffix == ".pt":
         return slime.read([path])
     if path.suffix == ".json":
-        return atif.read([path])
+        return _read_json(path)
     return _read_json_lines([path])
 
 
@@ -73,12 +73,28 @@ def _read_folder(folder: Path) -> Bundle:
     raise DataError(f"{folder}: it has neither a bundle nor a step of a known dump. Known are {KNOWN}.")
 
 
+def _read_json(path: Path) -> Bundle:
+    try:
+        record = json_lines.read_record(path)
+    except DataError:
+        return _read_json_lines([path])  # several lines
+    if atif.is_trajectory(record):
+        return atif.read([path])
+    if not any(set(record) >= reader.KEYS for reader in JSONL_READERS):
+        raise _unknown(path)
+    return _read_json_lines([path])
+
+
+def _unknown(path: Path) -> DataError:
+    return DataError(f"{path}: its keys are of no known dump. Known are {KNOWN}.")
+
+
 def _read_json_lines(paths: list[Path]) -> Bundle:
     first = _first_record(paths[0])
     for reader in JSONL_READERS:
         if set(first) >= reader.KEYS:
             return reader.read(paths)
-    raise DataError(f"{paths[0]}: its keys are of no known dump. Known are {KNOWN}.")
+    raise _unknown(paths[0])
 
 
 def _first_record(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Token ids stand in `metrics` of an agent's steps, if they were collected. A step
 sequence before it is part of the same row, others begin a row.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ MISSING = dict.fromkeys(LACKING, "ATIF describes what an agent did, and no train
 FORMAT = "ATIF-"
 
 
+def is_trajectory(record: Mapping[str, Any]) -> bool:
+    return str(record.get("schema_version")).startswith(FORMAT)
+
+
 def read(paths: list[Path]) -> Bundle:
     """Read trajectories. Each is a sample."""
     rows = Rows(paths[0])
     for number, path in enumerate(paths):
         trajectory = Record(str(path), read_record(path))
-        if not str(trajectory.values.get("schema_version")).startswith(FORMAT):
+        if not is_trajectory(trajectory.values):
             raise DataError(f"{path}: schema_version does not begin with {FORMAT}. Name an ATIF trajectory.")
         sequences = _read_sequences(trajectory)
         if not sequences:

@@ -295,6 +295,24 @@ def test_a_dump_becomes_a_bundle(name: str, tmp_path: Path) -> None:
         assert bundle.row_column("truncated").tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("name", ["verl", "verifiers", "NeMo-RL"])
+def test_lines_in_a_file_named_json_are_no_trajectory(name: str, tmp_path: Path) -> None:
+    write, _ = FORMATS[name]
+    path = write(tmp_path)
+    renamed = path.rename(path.with_suffix(".json"))
+    assert read_dump(renamed).offsets.tolist() == [0, 5, 9]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("record", [{"a": 1}, {"schema_version": 2}, {"schema_version": None, "steps": []}])
+def test_json_of_another_form_is_no_trajectory(record: Any, indent: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(record, indent=indent))
+    with pytest.raises(DataError, match="its keys are of no known dump") as failure:
+        read_dump(path)
+    assert "schema_version" not in str(failure.value)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_dump_names_what_its_format_lacks(name: str, tmp_path: Path) -> None:
     write, columns = FORMATS[name]
