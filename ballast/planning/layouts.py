@@ -7,15 +7,18 @@ engines and their tensor parallelism, placement and staleness. A setting given a
 All else is as in FILE. Memory is a formula: try the layout that you take with `--dry-run --cluster`.
 """
 
+import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from heapq import merge
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from balancing.time_model import Layout, StepTime
 from balancing.time_model.memory import engine_holds, fullest_gib, training_gib
@@ -45,8 +48,8 @@ COMMAND = Command(
     "ballast.planning.layouts", "Find the fastest layouts of a run.", Config, describes_clusters=True
 )
 USAGE = (
-    "python -m ballast layout --config FILE --cluster NODES [--write FILE [--take N]] [--lengths runs/NAME] "
-    "[--response-tokens DISTRIBUTION] [--measured runs/NAME] [key.sub=value ...]"
+    "python -m ballast layout --config FILE --cluster NODES [--write FILE [--take N]] [--json] "
+    "[--lengths runs/NAME] [--response-tokens DISTRIBUTION] [--measured runs/NAME] [key.sub=value ...]"
 )
 SHOWN = 10
 MOST_GPUS = 4096
@@ -221,11 +224,26 @@ def lines_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> list
     ]
 
 
+def record_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> dict[str, Any]:
+    """Describe a layout for programs: what `lines_of` shows, and its settings by name."""
+    settings = {key: getattr(layout, name) for key, name in SETTINGS.items()}
+    settings["model.gradient_checkpointing"] = CHECKPOINTING_OF[layout.recomputed]
+    return {
+        "number": number,
+        "seconds": seconds.seconds,
+        "gib": gib,
+        "trainer_idle": seconds.trainer_idle,
+        "engine_idle": seconds.engine_idle,
+        "limit": seconds.limit,
+        "settings": settings,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_code(partial(_search, arguments))
+    return exit_code(partial(_run, arguments))
 
 
-def _search(arguments: Sequence[str] | None) -> None:
+def _run(arguments: Sequence[str] | None) -> None:
     parser = OneLineParser(
         prog="python -m ballast layout", usage=USAGE, description="Find a run's fastest layouts."
     )
@@ -238,18 +256,29 @@ def _search(arguments: Sequence[str] | None) -> None:
         metavar="N",
         help="its number in the list (1)",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and lines on stderr")
     options, rest = parser.parse_known_args(arguments)
     request = parse_arguments([*rest, "--dry-run"], COMMAND)
     if request.cluster is None:
         raise ConfigError("--cluster: describe the nodes, as in --cluster nodes=8,gpus=8,gpu=H100.")
     if options.write and options.write.exists():
         raise ConfigError(f"--write {options.write}: the file exists. Name another file, or remove it.")
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        records = _search(options, request)
+    if options.json:
+        print(json.dumps({"layouts": records}, indent=1))
+
+
+def _search(options: Namespace, request: Arguments) -> list[dict[str, Any]]:
     search = LayoutSearch(request)
     print("seconds of a step, GiB of the fullest GPU; idle: trainers, engines", flush=True)
     configs = []
+    records = []
     for number, (seconds, layout, config) in enumerate(islice(search.best(), SHOWN), start=1):
         configs.append(config)
-        print("\n".join(lines_of(number, seconds, layout, search.gib(layout))), flush=True)
+        gib = search.gib(layout)
+        records.append(record_of(number, seconds, layout, gib))
+        print("\n".join(lines_of(number, seconds, layout, gib)), flush=True)
     if not configs:
         raise ConfigError(
             "--cluster: no layout fits into memory and the rules. Describe more GPUs, or remove overrides."
@@ -265,6 +294,7 @@ def _search(arguments: Sequence[str] | None) -> None:
             options.write.write_text(changed_yaml(settings), encoding="utf-8")
         print(f"{options.write}: layout {options.take}. Measure its memory with --dry-run --cluster")
         check(choice)  # a setting of FILE may have no effect in the layout
+    return records
 
 
 if __name__ == "__main__":

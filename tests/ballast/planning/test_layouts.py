@@ -1,5 +1,6 @@
 """The layouts of a run: allowed, in memory, fastest first, and written as a configuration."""
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text("mine")
     assert main([*EIGHT, "--write", str(file)]) == 2
     assert f"--write {file}" in capsys.readouterr().err and file.read_text() == "mine"
+
+
+def test_json_is_one_object_with_the_settings_of_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EIGHT, "rollout.max_staleness=0", "--json"]) == 0
+    output, lines = capsys.readouterr()
+    layouts = json.loads(output)["layouts"]
+    assert [layout["number"] for layout in layouts] == list(range(1, len(layouts) + 1))
+    assert {layout["settings"]["rollout.max_staleness"] for layout in layouts} == {0}
+    seconds = [layout["seconds"] for layout in layouts]
+    assert seconds == sorted(seconds)
+    assert f"{seconds[0]:,.2f} s" in lines
+    assert main([*EIGHT[:2], "--json"]) == 2
+    output, error = capsys.readouterr()
+    assert not output
+    assert error.startswith("error: --cluster: ")
 
 
 def test_nodes_without_a_named_gpu_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
