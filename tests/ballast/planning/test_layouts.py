@@ -13,6 +13,7 @@ from controller.preflight.checks import check_layout
 from controller.preflight.cluster import parse_cluster, place, run_on
 from tests.examples.test_launch import LAUNCH
 
+ROOT = Path(__file__).parents[3]
 NODES = ["--cluster", "nodes=1,gpus=8,gpu=H100"]
 EIGHT = ["--config", str(LAUNCH / "eight_gpus.yaml"), *NODES]
 
@@ -96,6 +97,8 @@ def test_json_is_one_object_with_the_settings_of_each_layout(capsys: pytest.Capt
     layouts = json.loads(output)["layouts"]
     assert [layout["number"] for layout in layouts] == list(range(1, len(layouts) + 1))
     assert {layout["settings"]["rollout.max_staleness"] for layout in layouts} == {0}
+    page = (ROOT / "docs" / "json.md").read_text("utf-8")
+    assert all(f"`{key}`" in page for key in layouts[0])
     seconds = [layout["seconds"] for layout in layouts]
     assert seconds == sorted(seconds)
     assert f"{seconds[0]:,.2f} s" in lines
