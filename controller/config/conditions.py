@@ -1,4 +1,5 @@
-"""Conditions that sections name in `only_with`. Settings without effect are refused.
+"""Conditions that sections name in `only_with`. Settings without effect are refused, and
+those of CPUs left out on GPUs.
 
 "model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a,
                                 KEY left empty
@@ -7,6 +8,7 @@
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -109,14 +111,23 @@ def holds(config: Any, condition: str) -> bool:
 
 
 def check_settings_have_effect(config: Any) -> None:
-    """Raise CombinedConfigError with every changed setting that has no effect in this combination."""
+    """Raise CombinedConfigError with every changed setting that has no effect in this combination.
+
+    On GPUs, settings of CPUs get their default again, with one line. Those of GPUs are refused on CPUs: a run
+    that was written for GPUs and finds none should not begin.
+    """
     errors: list[ConfigError] = []
+    left_out: list[str] = []
     for setting in settings(type(config)()):
         value = value_of(config, setting.key)
         if value == setting.default or setting.follows:
             continue
         condition = next((condition for condition in setting.only_with if not holds(config, condition)), None)
-        if condition is not None:
+        if condition == "CPUs":
+            section, _, name = setting.key.rpartition(".")
+            setattr(value_of(config, section), name, setting.default)
+            left_out.append(f"{setting.key}={value}")
+        elif condition is not None:
             needed = config.conditions[condition][0] if condition in config.conditions else condition
             errors.append(
                 ConfigError(
@@ -124,4 +135,6 @@ def check_settings_have_effect(config: Any) -> None:
                     f"{setting.key}."
                 )
             )
+    if left_out:
+        print(f"{', '.join(left_out)}: left out, because this run is on GPUs.", file=sys.stderr)
     raise_all(errors)

@@ -71,6 +71,15 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
     assert refused > 10
 
 
+def test_settings_of_cpus_are_left_out_on_gpus_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu_settings = ("rollout.threads=2", "rollout.cpu_kv_cache_gib=3")
+    config = load_as(Config, None, ["model.path=model", "resources.device=cuda", *cpu_settings])
+    check_settings_have_effect(config)
+    assert config.rollout == Config().rollout
+    line = "rollout.cpu_kv_cache_gib=3.0, rollout.threads=2: left out, because this run is on GPUs.\n"
+    assert capsys.readouterr().err == line
+
+
 CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("GPUs", [["resources.device=cuda"]], [[]]),
     ("CPUs", [[]], [["resources.device=cuda"]]),
