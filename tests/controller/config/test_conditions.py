@@ -98,6 +98,11 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
         [[GAE, "algorithm.gae.gamma=0.9"], ["algorithm.gamma=0.9"]],
         [[], [GAE, "algorithm.gamma=0.9"]],
     ),
+    (
+        "code in a sandbox",
+        [["rollout.tools=a.py"], ["rollout.environment=a.py:b"]],
+        [[], ["rollout.agent=http"]],
+    ),
     ("reasoning", [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]], [[]]),
     ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
