@@ -16,6 +16,8 @@ BASES = ("ubuntu", "debian", "python")  # whose shell and tools /usr has too
 NO_EFFECT = ("#", "FROM", "CMD", "LABEL", "EXPOSE")
 DESCRIPTIONS = ("task", "metadata", "version", "schema_version")
 NUMBERS = ("agent.timeout_sec", "verifier.timeout_sec")
+SHARED = "shared"
+"""The environment of tests: the policy's own."""
 READ = (*NUMBERS, "environment.docker_image")
 SHELL = {
     "type": "function",
@@ -83,6 +85,12 @@ def read_task(folder: Path) -> TaskFolder:
     values = _flatten(_read_toml(folder / "task.toml"))
     if "steps" in values:
         raise DataError(f"{folder / 'task.toml'}: steps: tasks of several steps are not read.")
+    mode = values.pop("verifier.environment_mode", SHARED)
+    if mode != SHARED:
+        raise DataError(
+            f"{folder / 'task.toml'}: verifier.environment_mode={mode!r}: tests run where the policy worked "
+            f"alone. Set {SHARED}."
+        )
     seconds = [_number(folder, values, name) for name in NUMBERS]
     image = values.get("environment.docker_image") or ""
     if not isinstance(image, str):

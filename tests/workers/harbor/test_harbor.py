@@ -120,6 +120,16 @@ def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(tasks
 
 @needs_bubblewrap
 @pytest.mark.usefixtures("sandbox")
+def test_the_sandbox_of_an_episode_that_was_cut_ends_with_the_next(tasks: Path) -> None:
+    cut = begin(tasks / "sort")
+    following = begin(tasks / "sort")
+    with pytest.raises(EpisodeError):
+        cut.step(call("true"))
+    assert following.step(Turn("")).reward == 0.0
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize(
     "tests",
     ["true", "echo nan > /logs/verifier/reward.txt", "echo '{}' > /logs/verifier/reward.json", "sleep 9"],
@@ -138,6 +148,7 @@ def test_tests_without_a_reward_fail_the_sample(tmp_path: Path, tests: str) -> N
         ("task.toml", "[agent]\ntimeout_sec = -1"),
         ("task.toml", "[[steps]]\nname = 'a'"),
         ("task.toml", "[environment]\ndocker_image = 3"),
+        ("task.toml", "[verifier]\nenvironment_mode = 'separate'"),
         ("instruction.md", " \n"),
         ("tests/test.sh", None),
     ],
