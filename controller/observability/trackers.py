@@ -66,7 +66,7 @@ class WandbTracker(Tracker):
     def __init__(
         self, folder: Path, project: str, name: str, config_values: Mapping[str, Any], id: str = ""
     ) -> None:
-        """shown: settings. id: of the run to resume, or empty. Raises ConfigError if W&B cannot start."""
+        """id: of the run to resume, or empty. Raises ConfigError if W&B cannot start."""
         import wandb
 
         try:
@@ -123,7 +123,7 @@ class MlflowTracker(Tracker):
         log: Callable[[str], None],
         id: str = "",
     ) -> None:
-        """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume, or
+        """config_values: parameters of a new run. log: prints a line. id: of the run to resume, or
         empty.
 
         Raises ConfigError if MLflow does not answer or does not know the run.
