@@ -99,8 +99,7 @@ def try_inputs(config: Config, log: Log = print, call_functions: GivenFunctions 
     tools = Tools(b"", [])
     template = None
     environment, answered, agent = b"", None, b""
-    if config.rollout.sandbox.kind:
-        export_settings(config.rollout.sandbox)
+    export_settings(config.rollout.sandbox)  # also without a kind: an earlier run here may have had one
     with problems.collecting():
         functions, score = reward_functions(config, first, log, call_functions)
     with problems.collecting():

@@ -1,7 +1,7 @@
 """Trackers that need no server: SwanLab (offline, or its cloud) and Trackio (a database on this machine).
 
-    Trackers.log, .table --> SwanLab: a folder for `swanlab sync`, or its cloud
-                         --> Trackio: `trackio show --project NAME`
+    Tracker.log, .table --> SwanLab: a folder for `swanlab sync`, or its cloud
+                        --> Trackio: `trackio show --project NAME`
 
 Both print about themselves, and raise errors of many types. Neither reaches the terminal as it is, and none
 ends a run.

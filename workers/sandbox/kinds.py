@@ -31,8 +31,7 @@ def check_sandbox(settings: SandboxConfig) -> None:
     if settings.kind.startswith(KUBERNETES) and settings.processes != SandboxConfig().processes:
         raise ConfigError(
             f"rollout.sandbox.processes={settings.processes}: a pod has the limit of its node "
-            "(podPidsLimit of the "
-            "kubelet). Set that, and remove this."
+            "(podPidsLimit of the kubelet). Set that, and remove this."
         )
 
 

@@ -10,7 +10,6 @@ from workers.sandbox.protocol import (
     MIB,
     CommandResult,
     Sandbox,
-    SandboxError,
     SandboxFileError,
     argument_list,
 )
@@ -74,10 +73,3 @@ class ShellSandbox(Sandbox):
     ) -> CommandResult:
         program = ["sh", "-c", script, "sh", *arguments]
         return self.execute(program, stdin, seconds, longest or self.limits.output_bytes)
-
-
-def image_of(kind: str, image: str) -> str:
-    """Return the image of a setting. Raises SandboxError if there is none."""
-    if not image:
-        raise SandboxError(f"{kind} needs an image, {kind}:IMAGE")
-    return image

@@ -12,6 +12,8 @@ from controller.observability.ray_metrics import RayMetrics
 from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import open_trackers
 
+SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
+
 
 def record(config: Config, progress: Progress, step: int) -> dict[str, str]:
     """A run of one step; returns its ids in the services."""
@@ -32,9 +34,13 @@ def test_a_resumed_run_goes_on_in_its_trackers_and_one_under_a_new_name_does_not
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     config = Config()
     config.run.name, config.run.dir = "tracked", str(tmp_path)
-    config.tracking.wandb = config.tracking.mlflow = True
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
+    for name in SERVICES:
+        setattr(config.tracking, name, True)
     first = record(config, Progress(), 1)
-    assert set(first) == {"wandb", "mlflow"}
+    assert set(first) == set(SERVICES)
     config.run.resume = "auto"
     saved = json.loads(json.dumps(Progress(step=1, trackers=first).to_json()))
     assert record(config, Progress(**saved), 2) == first
