@@ -119,6 +119,29 @@ def test_a_run_goes_on_from_before_a_checkpoint_whose_progress_is_another(tmp_pa
     assert resume(config, roles, str, {}).step == 1
 
 
+def test_a_run_that_begins_its_data_anew_keeps_its_model_and_later_checkpoints_go(tmp_path: Path) -> None:
+    """The newest checkpoint cannot be loaded: a run that goes on from before it will write its name."""
+    data: dict[str, Any] = {"settings": {"run.seed": 0}}
+    for step in (1, 2, 3):
+        write(checkpoint_path(tmp_path / "run", step), step, data=data, position=7, active=[5])
+
+    class Policy:
+        def load_checkpoint(self, path: str) -> dict[str, Any]:
+            if path.endswith("step-3"):
+                raise CheckpointError("a checksum differs")
+            return read_manifest(Path(path)).extra
+
+    settings = [f"run.dir={tmp_path}", "run.name=run", "run.resume=auto", "run.on_data_change=restart"]
+    config = load(None, ["model.path=model", *settings])
+    roles = SimpleNamespace(trained={"policy": Policy()})
+    same = resume(config, roles, str, data)
+    assert (same.step, same.position, same.active) == (2, 7, [5])
+    assert names(tmp_path / "run") == ["step-2", "step-1"]
+    other = {"settings": {"run.seed": 1}}
+    restarted = resume(config, roles, str, other)
+    assert (restarted.step, restarted.position, restarted.active, restarted.data) == (2, 0, [], other)
+
+
 def names(folder: Path) -> list[str]:
     return [path.name for path in checkpoints_at(folder)]
 
@@ -141,11 +164,13 @@ def test_a_stopped_run_saves_its_last_complete_step_once(tmp_path: Path) -> None
     writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=said.append)
     writer.at_stop(Progress(step=0))
     assert names(tmp_path) == []
+    writer.at_stop(Progress(step=1))
+    assert names(tmp_path) == ["step-1"]
     writer.begin(Progress(step=3))
     writer.at_stop(Progress(step=3))
     writer.at_stop(Progress(step=4))
     assert names(tmp_path) == ["step-4", "step-3"]
-    assert said == ["saving a checkpoint of step 4"]
+    assert said == [f"saving a checkpoint of step {step}" for step in (1, 4)]
 
 
 def test_a_stopped_run_that_cannot_save_ends_all_the_same(tmp_path: Path) -> None:
@@ -171,11 +196,15 @@ def test_a_checkpoint_is_saved_though_what_is_beside_it_is_not(tmp_path: Path) -
 
 
 def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -> None:
-    files = [of(checkpoint_path(tmp_path, step)) for step in (1, 2, 3) for of in (samples_path, replay_path)]
+    steps = (1, 2, 3, 4)
+    files = [of(checkpoint_path(tmp_path, step)) for step in steps for of in (samples_path, replay_path)]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     remove_old_samples(tmp_path)
-    CheckpointWriter(Saves(), tmp_path, keep=2, log=print).begin(Progress(step=2))
+    assert all(file.exists() for file in files)
+    writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=print)
+    for step in (1, 3):
+        writer.begin(Progress(step=step))
     remove_old_samples(tmp_path)
-    assert [file.exists() for file in files] == [False, False, True, True, True, True]
+    assert [file.exists() for file in files] == [True, True, False, False, True, True, True, True]

@@ -11,6 +11,7 @@ from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
 from controller.rollout.model_scores import ScoreScales
 from controller.rollout.samples import RolloutBatch, assemble, assign_teachers, sample_numbers
+from tests.controller.observability.recorded_sessions import FORKED
 from workers.batch.remote_batch import RemoteBatch
 from workers.batch.score import Score
 from workers.config.loss import TeacherConfig
@@ -212,3 +213,19 @@ def test_texts_of_long_responses_are_read_for_the_examples_alone() -> None:
         "",
         "read x 4",
     ]
+
+
+def test_rewards_of_an_episodes_turns_are_means_by_turn_and_not_of_sessions() -> None:
+    credits = {("a", 0): (1.0, 4.0), ("a", 1): (3.0,), ("b", 0): (8.0,)}
+    scores = {
+        (uid, sample): Score(
+            sum(rewards),
+            "",
+            credit=tuple((1, reward, 0) for reward in rewards),
+            session=tuple(FORKED) if uid == "b" else (),
+        )
+        for (uid, sample), rewards in credits.items()
+    }
+    metrics = assembled(scores).metrics()
+    shown = {name: value for name, value in metrics.items() if name.startswith("turn/")}
+    assert shown == {"turn/reward/1": 2.0, "turn/samples/1": 2.0, "turn/reward/2": 4.0, "turn/samples/2": 1.0}
