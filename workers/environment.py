@@ -9,6 +9,7 @@
         if observation.done:
             break
         prompt += response + observation.text             token ids: sampled tokens are never tokenized again
+    await environment.close()                             if it has one, however the episode ends
 
 Users write the class. It needs neither Ray, torch nor vLLM.
 """
@@ -81,7 +82,10 @@ class Observation:
 
 
 class Environment(Protocol):
-    """Interface of a class named by rollout.environment. Both methods may be coroutine functions."""
+    """Interface of a class named by rollout.environment. Its methods may be coroutine functions.
+
+    A class may also have `close(self) -> None`.
+    """
 
     def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:
         """Begin an episode on a record of the data. Returns text to append to its prompt."""

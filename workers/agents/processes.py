@@ -52,6 +52,7 @@ class AgentPool(EnvironmentPool):
     """Processes that run an agent, a new one for each session."""
 
     player = RUNNER
+    closes = False
 
     def __init__(self, agent: bytes | str, timeout_s: float, *, memory_gib: float, processes: int) -> None:
         """agent: a function, pickled, or a command line. memory_gib, processes: limits of a session."""

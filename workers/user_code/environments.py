@@ -1,10 +1,16 @@
 """Users' environments, each in its own process: a failure costs one episode, not the engine.
 
 EnvironmentPool.episode --fork of a process that imported it--> RemoteEnvironment --reset, step--> Player
+
+An episode's end closes the environment: by a request, or by SIGTERM if the episode failed or was cancelled,
+when its process may be busy.
 """
 
 import asyncio
 import inspect
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -17,8 +23,8 @@ import cloudpickle
 
 from workers.batch.score import check_parts
 from workers.environment import Observation, Text, Turn, as_observation, as_opening
-from workers.errors import BallastError, ConfigError, EpisodeError
-from workers.user_code.process import START_SECONDS, Fork, NoAnswerError, UserProcess
+from workers.errors import BallastError, ConfigError, EpisodeError, describe_error
+from workers.user_code.process import RAISED, START_SECONDS, Fork, NoAnswerError, UserProcess
 
 PLAYER = "workers.user_code.environments:Player"
 MOST_EPISODES = 4096  # threads, each of which waits for a process
@@ -37,12 +43,17 @@ class RemoteEnvironment:
     async def step(self, response: Turn) -> Observation:
         return Observation(**await self._call("step", response))
 
+    async def close(self) -> None:
+        await self._call("close", None)
+
 
 class EnvironmentPool:
     """Processes that play episodes of one environment class, one each."""
 
     setting = "rollout.environment"
     player = PLAYER
+    closes = True
+    """Whether the end of a process waits until its environment is closed."""
 
     def __init__(self, environment: bytes | str, timeout_s: float) -> None:
         self._environment = environment
@@ -60,7 +71,12 @@ class EnvironmentPool:
         `ToolPool`.
         """
         async with self.process() as call:
-            yield RemoteEnvironment(call)
+            environment = RemoteEnvironment(call)
+            yield environment
+            try:
+                await environment.close()
+            except EpisodeError as error:
+                sys.stderr.write(f"{self.setting}: {error}. The sample keeps its reward.\n")
 
     @asynccontextmanager
     async def process(self) -> AsyncIterator[Callable[[str, Any], Awaitable[Any]]]:
@@ -94,7 +110,7 @@ class EnvironmentPool:
                 self._end_source()
                 self._source = UserProcess(self.player, self._environment)
                 self._source.receive(START_SECONDS)
-            return self._source.fork()
+            return self._source.fork(closes=self.closes)
 
     async def stop(self) -> None:
         """End all processes. Another episode starts new ones."""
@@ -120,9 +136,12 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
     source = UserProcess(PLAYER, packed, quiet=True)
     try:
         source.receive(START_SECONDS)
-        process = source.fork()  # as in a run
-        opening = call(process, timeout_s, "reset", record)
-        observation = Observation(**call(process, timeout_s, "step", Turn("")))
+        process = source.fork(closes=True)  # as in a run
+        try:
+            opening = call(process, timeout_s, "reset", record)
+            observation = Observation(**call(process, timeout_s, "step", Turn("")))
+        finally:
+            process.end()
     except (NoAnswerError, EpisodeError) as error:
         failure = f"the import {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
         raise ConfigError(
@@ -146,20 +165,69 @@ def call(
         raise EpisodeError(str(error)) from None
 
 
+class EndOfEpisode(SystemExit):
+    """SIGTERM came while the environment's code ran. asyncio raises a SystemExit at once."""
+
+
 class Player:
-    """Answer `reset` and `step` in the process. Every `reset` makes a new environment."""
+    """Answer `reset`, `step` and `close` in the process. Every `reset` makes a new environment."""
 
     def __init__(self, packed: bytes) -> None:
         self._class = cloudpickle.loads(packed)
-        self._environment = None
+        self._environment: Any = None
         self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
+        self._is_busy = False
 
     def __call__(self, request: tuple[str, Any], reply: Callable[[Any], None]) -> None:
-        method, argument = request
+        self._is_busy = True
+        try:
+            reply(self._answer(*request))
+        except EndOfEpisode:
+            self._end()
+        finally:
+            self._is_busy = False
+
+    def _answer(self, method: str, argument: Any) -> Any:
+        if method == "close":
+            return self._close()
         if method == "reset":
+            self._close()
+            if hasattr(self._class, "close"):
+                signal.signal(signal.SIGTERM, self._stop)
             self._environment = self._class()
         value = self._runner.run(result_of(getattr(self._environment, method)(argument)))
-        reply(as_opening(value) if method == "reset" else as_observation(value))
+        return as_opening(value) if method == "reset" else as_observation(value)
+
+    def _close(self) -> None:
+        environment = self._environment
+        self._environment = None
+        if hasattr(environment, "close"):
+            self._runner.run(result_of(environment.close()))
+
+    def _stop(self, signum: int, frame: Any) -> None:
+        if self._is_busy:
+            raise EndOfEpisode
+        self._end()
+
+    def _end(self) -> None:
+        """Close the environment, whose `reset` or `step` may have been interrupted, and exit."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self._runner.run(_cancel_tasks())
+            self._close()
+        except RAISED as error:
+            sys.stderr.write(f"rollout.environment: close raised {describe_error(error)}\n")
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+
+
+async def _cancel_tasks() -> None:
+    """Cancel what an interrupted coroutine has left, which would go on while the environment closes."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def result_of(value: Any) -> Any:

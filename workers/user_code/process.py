@@ -19,6 +19,7 @@ import io
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -43,6 +44,7 @@ LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
 SHOWN_BYTES = 10**6
 SHOWN_SECONDS = 60.0
 KILL_ROUNDS, KILL_SECONDS = 100, 0.01  # through a tree of processes that grows meanwhile
+CLOSE_SECONDS = 10.0  # for a copy that catches SIGTERM to end by itself
 FIRST_DESCRIPTOR = 500  # of a process's channel, above descriptors that careless code uses
 
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
@@ -159,9 +161,11 @@ class UserProcess(Connection):
             thread.start()
         self.send(arguments)
 
-    def fork(self) -> "Fork":
-        """Fork the process. Raises NoAnswerError if it cannot."""
-        return Fork(self._socket)
+    def fork(self, *, closes: bool = False) -> "Fork":
+        """Fork the process. closes: its end waits for what it does at SIGTERM. Raises NoAnswerError if it
+        cannot.
+        """
+        return Fork(self._socket, closes=closes)
 
     @property
     def errors(self) -> str:
@@ -183,8 +187,9 @@ class UserProcess(Connection):
 class Fork(Connection):
     """A forked process: starts in milliseconds, with its parent's imports."""
 
-    def __init__(self, source: socket.socket) -> None:
+    def __init__(self, source: socket.socket, *, closes: bool) -> None:
         super().__init__()
+        self._closes = closes
         self._pid = 0
         with self._theirs:
             try:
@@ -201,6 +206,8 @@ class Fork(Connection):
 
     def _kill(self, exit_s: float) -> str:
         if self._pid:
+            if self._closes:
+                _terminate(self._handle, CLOSE_SECONDS + EXIT_SECONDS)
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(
                     self._handle, 0
@@ -209,6 +216,15 @@ class Fork(Connection):
                 os.killpg(self._pid, signal.SIGKILL)
             os.close(self._handle)
         return ""
+
+
+def _terminate(handle: int, seconds: float) -> bool:
+    """Send SIGTERM to a process. Returns whether it ended in time."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
+    end = select.poll()  # select.select takes no descriptor above 1023
+    end.register(handle, select.POLLIN)
+    return bool(end.poll(1000 * seconds))
 
 
 def _kill_below(pid: int, *, stop: bool = True) -> None:
@@ -302,7 +318,7 @@ def main() -> None:
     descriptor = int(sys.argv.pop())
     target = sys.argv.pop()
     channel = Channel(descriptor)
-    with suppress(EOFError):
+    try:
         arguments, _ = channel.receive()
         try:
             outcome = resolve(target)(*arguments)  # SystemExit passes: the other side sees its code
@@ -313,6 +329,8 @@ def main() -> None:
             sys.stderr.flush()
             channel.reply(None if callable(outcome) else outcome)
             _serve(channel, outcome)
+    except EOFError:  # the other side is gone, maybe killed
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _serve(channel: Channel, answer: Any) -> None:
@@ -354,6 +372,9 @@ def _fork_below_keeper(descriptor: int) -> Channel:
     try:
         signal.signal(signal.SIGTERM, _exit)
         os.waitpid(copy, 0)
+    except SystemExit:
+        if not _terminate(os.pidfd_open(copy), CLOSE_SECONDS):
+            sys.stderr.write(f"users' code was killed {CLOSE_SECONDS:g} s after SIGTERM, which it ignored\n")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(ChildProcessError):  # nothing is left

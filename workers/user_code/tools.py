@@ -31,6 +31,7 @@ class ToolPool(EnvironmentPool):
 
     setting = "rollout.tools"
     player = CALLER
+    closes = False
 
     def __init__(self, tools: bytes, timeout_s: float, *, max_calls: int, max_characters: int) -> None:
         """tools: functions by name, pickled. max_calls: of a turn. max_characters: of a result."""

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import psutil
+import pytest
 
 from tests.end_to_end.processes import living
 from tests.workers.user_code.test_rewards import write_everywhere
@@ -66,6 +69,59 @@ class Patient:
     async def step(self, response: str) -> Any:
         await asyncio.sleep(1000 if response == "hang" else 0.01)
         return Observation(response.upper(), done=True)
+
+
+class Closing:
+    """Writes what happens to it into a file, as a connection or a sandbox would be opened and closed."""
+
+    def reset(self, record: dict[str, Any]) -> Any:
+        self.log = Path(record["opening"])
+        self.write("open")
+        if self.log.name.startswith("reset"):
+            self.obey(self.log.suffix[1:])
+
+    def step(self, response: str) -> Any:
+        self.write(response)
+        self.obey(response)
+        return Observation("x", done=response == "done")
+
+    def close(self) -> None:
+        self.write("close")
+
+    def write(self, word: str) -> None:
+        with self.log.open("a") as file:
+            file.write(f"{word} ")
+
+    def obey(self, word: str) -> None:
+        match word:
+            case "raise":
+                raise ValueError("no such move")
+            case "hang":
+                time.sleep(1000)
+
+
+class ClosingLate(Closing):
+    """The same, by coroutine functions. A step that is ended writes that, before the environment closes."""
+
+    async def step(self, response: str) -> Any:
+        self.write(response)
+        if response != "hang":
+            self.obey(response)
+            return Observation("x", done=response == "done")
+        try:
+            await asyncio.gather(asyncio.sleep(1000), asyncio.sleep(1000))
+        except asyncio.CancelledError:
+            self.write("cancelled")
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        self.write("close")
+
+
+class FailingToClose(Closing):
+    def close(self) -> None:
+        self.write("close")
+        raise OSError("the sandbox is gone")
 
 
 def pool_of(environment: type) -> EnvironmentPool:
@@ -197,3 +253,87 @@ def test_all_processes_end_with_the_pool_even_one_that_hangs() -> None:
     together(pool, episode(pool, "a"), episode(pool, "hang"), look())
     assert len(mine) == 3
     assert living([process.pid for process in mine], seconds=5) == []
+
+
+ENDINGS = {  # words of the policy, and what the environment saw
+    "finished": (["done"], "open done close "),
+    "limit": (["go", "go"], "open go go close "),
+    "raise": (["go", "raise"], "open go raise close "),
+    "hang": (["hang"], "open hang close "),
+    "cancelled": (["go", "wait"], "open go close "),
+    "cancelled in a step": (["hang"], "open hang close "),
+    "reset.raise": ([], "open close "),
+    "reset.hang": ([], "open close "),
+}
+
+
+async def play_words(pool: EnvironmentPool, log: Path, words: list[str]) -> None:
+    async with pool.episode() as environment:
+        await environment.reset({"opening": str(log)})
+        for word in words:
+            await (asyncio.sleep(1000) if word == "wait" else environment.step(word))
+
+
+async def play_and_end(pool: EnvironmentPool, log: Path, words: list[str], seen: str) -> None:
+    """seen: by the environment, before it closes."""
+    playing = asyncio.create_task(play_words(pool, log, words))
+    if log.name.startswith("cancelled"):
+        await asyncio.to_thread(wait_for, log, seen)
+        playing.cancel()
+    await playing
+
+
+@pytest.mark.parametrize("environment", [Closing, ClosingLate])
+def test_an_environment_is_closed_once_however_its_episode_ends(environment: type, tmp_path: Path) -> None:
+    pool = EnvironmentPool(cloudpickle.dumps(environment), timeout_s=1.5)
+
+    async def play_all() -> list[Any]:
+        plays = [
+            play_and_end(pool, tmp_path / name, words, log.removesuffix("close "))
+            for name, (words, log) in ENDINGS.items()
+        ]
+        results = await asyncio.gather(*plays, return_exceptions=True)
+        await pool.stop()
+        return results
+
+    results = asyncio.run(play_all())
+    for (name, (words, log)), result in zip(ENDINGS.items(), results, strict=True):
+        seen = (tmp_path / name).read_text()
+        assert seen.replace("cancelled ", "") == log, name
+        assert ("cancelled" in seen) == (environment is ClosingLate and "hang" in words), name
+        failure = asyncio.CancelledError if name.startswith("cancelled") else EpisodeError
+        assert isinstance(result, type(None) if name in ("finished", "limit") else failure), name
+
+
+def test_an_environment_that_fails_to_close_costs_no_sample(tmp_path: Path, capfd: Any) -> None:
+    pool = pool_of(FailingToClose)
+    good, failed = together(
+        pool,
+        episode(pool, "go", opening=str(tmp_path / "a")),
+        episode(pool, "raise", opening=str(tmp_path / "b")),
+    )
+    assert good[-1] == Observation("x", parts={})
+    assert failed[-1] == "step raised ValueError: no such move"
+    assert capfd.readouterr().err.count("close raised OSError: the sandbox is gone") == 2
+
+
+@pytest.mark.parametrize("word", ["go", "hang"])
+def test_an_environment_is_closed_when_the_process_of_its_engine_is_killed(word: str, tmp_path: Path) -> None:
+    """word: whether the environment waits for the policy or is busy."""
+    log = tmp_path / "log"
+    engine = os.fork()
+    if not engine:
+        pool = EnvironmentPool(cloudpickle.dumps(Closing), timeout_s=60.0)
+        asyncio.run(play_words(pool, log, [word, "wait"]))
+    wait_for(log, f"open {word} ")
+    os.kill(engine, signal.SIGKILL)
+    os.waitpid(engine, 0)
+    wait_for(log, f"open {word} close ")
+
+
+def wait_for(log: Path, text: str) -> None:
+    for _ in range(1000):
+        if log.exists() and log.read_text() == text:
+            return
+        time.sleep(0.01)
+    raise AssertionError(log.read_text())
