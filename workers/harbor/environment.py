@@ -16,8 +16,6 @@ from workers.user_code.task_sources import TASK
 
 LONGEST_OUTPUT = 16_384
 REWARDS = "/logs/verifier/reward"
-UNSUBMITTED: list[Sandbox] = []
-"""The sandbox of this process's last episode, which may have ended by its turns or tokens."""
 SCRIPT = "if command -v bash >/dev/null; then exec bash {0}; else exec sh {0}; fi"
 
 
@@ -28,7 +26,6 @@ class HarborEnvironment:
         self._sandbox: Sandbox | None = None
 
     def reset(self, record: dict[str, Any]) -> str:
-        _stop_unsubmitted()
         settings = run_settings()
         task = read_task(Path(record[TASK]))
         kind = settings.kind.partition(":")[0]
@@ -43,7 +40,6 @@ class HarborEnvironment:
         self._command_seconds = settings.command_timeout_s
         self._sandbox = open_sandbox(settings, task.folder.name, limits=limits)
         self._sandbox.start()
-        UNSUBMITTED.append(self._sandbox)
         self._write_files()
         self._end = time.monotonic() + task.agent_seconds
         return ""
@@ -65,6 +61,12 @@ class HarborEnvironment:
         _write_folder(sandbox, self._task.folder / "solution", "/solution")
         self._run(SCRIPT.format("/solution/solve.sh"))
         return self._score()
+
+    def close(self) -> None:
+        sandbox = self._sandbox
+        self._sandbox = None
+        if sandbox is not None:
+            sandbox.stop()
 
     def _running(self) -> Sandbox:
         if self._sandbox is None:
@@ -115,7 +117,7 @@ class HarborEnvironment:
                 raise EpisodeError(f"{self._place} took longer than {self._task.test_seconds:g} s")
             parts = self._read_rewards(sandbox)
         finally:
-            _stop_unsubmitted()
+            self.close()
         reward = parts.pop("reward")
         return Observation(reward=reward, done=True, parts=parts)
 
@@ -142,11 +144,6 @@ class HarborEnvironment:
         if len(numbers) != len(rewards) or "reward" not in numbers:
             raise EpisodeError(f"{self._place}: {file} has no finite number as reward: {content[:80]!r}")
         return {name: float(number) for name, number in numbers.items()}
-
-
-def _stop_unsubmitted() -> None:
-    while UNSUBMITTED:
-        UNSUBMITTED.pop().stop()
 
 
 def _is_number(value: Any) -> bool:
