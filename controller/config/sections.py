@@ -117,8 +117,8 @@ class DataConfig:
         "(`datasets.save_to_disk`, a hub repository), `folder@split` if it has several splits, a pattern "
         "such as `data/part-*.jsonl`, or a data set of the hub, `owner/name[:subset][@split]`, such as "
         "`openai/gsm8k:main@train`. The hub's split defaults to `train`. Or tasks of a package, "
-        "`reasoning_gym:NAME` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md). Other "
-        "columns go to the reward function.",
+        "`reasoning_gym:NAME` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md), or of "
+        "`openenv:URL` (see docs/openenv.md). Other columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
         {},

@@ -13,7 +13,7 @@ from workers.errors import ConfigError, Problems
 from workers.user_code.environments import Answered, try_environment
 from workers.user_code.functions import find_class
 from workers.user_code.rewards import MESSAGES, RewardFunction, try_rewards
-from workers.user_code.task_sources import HARBOR, HARBOR_CLASS, find_verifiers_agent, package_of
+from workers.user_code.task_sources import HARBOR, HARBOR_CLASS, OPENENV, find_verifiers_agent, package_of
 
 AGENT_TAKES = ("record", "base_url", "api_key")
 
@@ -46,11 +46,19 @@ def find_environment(config: Config, example: Record, log: Log) -> tuple[bytes, 
     if not name or config.rollout.runs_agent:
         return b"", None
     with waiting(log, f"the import of {name}, {key}", config):
-        place = HARBOR_CLASS if package_of(name) == HARBOR else name
-        packed = find_class(key, place, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
+        packed = _pack_environment(config, key, name)
     with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
+
+
+def _pack_environment(config: Config, key: str, name: str) -> bytes:
+    if package_of(name) == OPENENV:
+        from workers.openenv.environment import pack_environment
+
+        return pack_environment(name)
+    place = HARBOR_CLASS if package_of(name) == HARBOR else name
+    return find_class(key, place, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
 
 
 def find_agent(config: Config, log: Log) -> bytes:

@@ -11,7 +11,7 @@ from workers.config.roles import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.engine.engine_options import LORA_RANKS
 from workers.episodes.parser_names import known_parsers
 from workers.errors import ConfigError, Problems, check_together, raise_all
-from workers.user_code.task_sources import HARBOR, package_of
+from workers.user_code.task_sources import HARBOR, OPENENV, check_installed, name_and_options, package_of
 
 PLAYERS = ("environment", "tools", "agent", "agent_command")
 """Settings of rollout that make samples episodes, of which a run has one."""
@@ -184,8 +184,20 @@ def _check_player(key: str, name: str) -> None:
             f"{key}={name}: its tasks have one turn. Set data.train={name} and "
             "reward.function=workers.reward_functions:reasoning_gym."
         )
+    elif package_of(name) == OPENENV:
+        _check_server(key, name)
     elif not package_of(name):
         check_function(key, name)
+
+
+def _check_server(key: str, name: str) -> None:
+    from workers.openenv.server import check_url
+
+    check_installed(key, name)
+    try:
+        check_url(name_and_options(name)[0])
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{key}={name}: {str(error).rstrip('.')}.") from None
 
 
 def _check_sandbox(config: Config) -> None:

@@ -1,6 +1,12 @@
 """Whole runs whose tasks and rewards come from other packages."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +17,14 @@ from controller.fit import read_inputs
 from tests.end_to_end.test_whole_loop import Run, run_loop
 from tests.refusals import refused
 from tests.workers.harbor.test_harbor import TASKS, write_task
+from tests.workers.openenv.test_openenv import call, play_all
 from tests.workers.rollout import agent_model
 from tests.workers.sandbox.conftest import needs_bubblewrap
+from workers.environment import Turn
+from workers.errors import ConfigError
+from workers.openenv.server import read_page
 from workers.reward_functions import reasoning_gym
+from workers.user_code.task_sources import task_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 SUMS = """
@@ -145,3 +156,142 @@ def test_tasks_in_folders_play_a_run_in_sandboxes(settings: list[str], model: Pa
     for step in run.outcome.steps:
         assert step["reward/failures"] == 0 and step["policy/rollout_mismatch_max"] < 1e-4
         assert 0 <= step["reward/mean"] <= 0.25
+
+
+COUNTING = '''
+from fastmcp import FastMCP
+from openenv.core.env_server import Action, MCPEnvironment, Environment, Observation, State, create_app
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+
+
+class CountAction(Action):
+    by: int
+
+
+class CountObservation(Observation):
+    total: int
+
+
+class Counting(Environment):
+    """Rewards each number. Done above ten."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self._state = State()
+
+    def reset(self, seed=None, episode_id=None):
+        self.total = seed % 2
+        return CountObservation(total=self.total)
+
+    def step(self, action):
+        if action.by == 13:
+            raise ValueError("unlucky")
+        self.total += action.by
+        return CountObservation(total=self.total, reward=float(action.by), done=self.total > 10)
+
+    @property
+    def state(self):
+        return self._state
+
+
+class Words(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("words")
+
+        @server.tool
+        def measure(word: str) -> dict:
+            """Measure a word."""
+            return {"letters": len(word)}
+
+        super().__init__(server)
+        self._state = State()
+
+    def reset(self, **options):
+        return Observation()
+
+    def _step_impl(self, action, timeout_s=None, **options):
+        return Observation()
+
+    @property
+    def state(self):
+        return self._state
+
+
+counting = create_app(Counting, CountAction, CountObservation, max_concurrent_envs=2)
+words = create_app(Words, CallToolAction, CallToolObservation, max_concurrent_envs=2)
+'''
+
+
+@pytest.fixture
+def openenv_servers(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """URLs of servers that openenv's own package runs, with its own mcp, in processes of their own."""
+    packages = Path(os.environ.get("BALLAST_OPENENV", ".venv/openenv")).absolute()
+    if not (packages / "openenv").is_dir():
+        pytest.skip("openenv is not installed: see requirements/openenv.txt")
+    (tmp_path / "served.py").write_text(COUNTING)
+    path = os.pathsep.join(map(str, (packages, tmp_path)))
+    ports = [free_port(), free_port()]
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "uvicorn", f"served:{name}", "--port", str(port)],
+            env=os.environ | {"PYTHONPATH": path},
+            cwd=tmp_path,
+        )
+        for name, port in zip(("counting", "words"), ports, strict=True)
+    ]
+    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    try:
+        for url in urls:
+            wait_until_healthy(url)
+        yield urls
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_healthy(url: str) -> None:
+    for _ in range(600):
+        try:
+            read_page(url, "/health")
+        except ConfigError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError(url)
+
+
+def test_a_server_of_openenv_plays_a_run(
+    settings: list[str], model: Path, openenv_servers: tuple[str, str]
+) -> None:
+    """Only here does OpenEnv's own server answer: elsewhere a stand-in does."""
+    counting, words = openenv_servers
+    (record,) = task_records(f"openenv:{words}?seeds=1&prompt=Measure")
+    turns = [call(record, word="hello"), call(record, by=3), Turn("")]
+    ((opening, measured, wrong, end),) = play_all(words, (record, turns))
+    assert opening == "" and json.loads(measured.text[0]["content"]) == {"letters": 5}
+    assert wrong.text[0]["content"].startswith("Error: ") and end.done
+    (record,) = task_records(f"openenv:{counting}?seeds=1")
+    good, unlucky = play_all(counting, (record, [call(record, by=11)]), (record, [call(record, by=13)]))
+    assert good[-1].done and good[-1].reward == 11 and "unlucky" in unlucky[-1]
+    options = [
+        *(f"data.train=openenv:{counting}?seeds=8&prompt=Count.", "data.validation=", "reward.function="),
+        *(f"rollout.environment=openenv:{counting}", "validation.prompts=0", "rollout.history=keep"),
+        *("rollout.sampling.max_new_tokens=24", "rollout.max_turns=2", "rollout.tool_parser=hermes"),
+        *("rollout.max_episode_tokens=256", "data.max_prompt_tokens=768"),
+    ]
+    run = of_tasks(settings, model, "served", *options)
+    assert len(run.outcome.steps) == 2
+    for step in run.outcome.steps:
+        assert step["reward/failures"] == 0 and step["policy/rollout_mismatch_max"] < 1e-4
+    assert "count_action" in (run.folder / "samples.jsonl").read_text()

@@ -232,7 +232,7 @@ class RolloutConfig:
         "docs/environments.md). Without it, a sample is one turn. reward.timeout_s and reward.on_failure "
         "apply to it too. Or an environment of the package verifiers, `verifiers:NAME`, which runs as an "
         "agent (see docs/agents.md). Or Harbor's tasks, `harbor:FOLDER`, in rollout.sandbox (see "
-        "docs/tasks.md).",
+        "docs/tasks.md), or a server of OpenEnv, `openenv:URL` (see docs/openenv.md).",
     )
     max_turns: int = setting(
         8, "Maximum turns of the policy in an episode, or in a session of an agent.", minimum=1, maximum=10**6

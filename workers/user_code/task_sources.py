@@ -1,5 +1,6 @@
 """Tasks of installed packages, named where a file of records is:
-`reasoning_gym:leg_counting?size=2000&seed=1`. Folders of Harbor's tasks too, `harbor:FOLDER`.
+`reasoning_gym:leg_counting?size=2000&seed=1`. Folders of Harbor's tasks, `harbor:FOLDER`, and servers of
+OpenEnv, `openenv:URL`, too.
 
     PACKAGE:NAME?key=value&key.sub=value --task_records--> a process imports the package --JSON--> records
 
@@ -17,12 +18,17 @@ import yaml
 from workers.errors import ConfigError, DataError
 from workers.user_code.process import NoAnswerError, ask
 
-PACKAGES = ("reasoning_gym", "verifiers")  # names of extras too
+OPENENV = "openenv"  # a protocol of servers
+PACKAGES = {  # imported by each, whose name is an extra's too
+    "reasoning_gym": "reasoning_gym",
+    "verifiers": "verifiers",
+    OPENENV: "websockets",
+}
 HARBOR = "harbor"  # a format of folders, read without a package
-MODULES = {"verifiers": "agents.verifiers_agent", HARBOR: "harbor.task_folders"}
+MODULES = {"verifiers": "agents.verifiers_agent", HARBOR: "harbor.task_folders", OPENENV: "openenv.tasks"}
 HARBOR_CLASS = "workers.harbor.environment:HarborEnvironment"
 LOADING_SECONDS = 600.0  # a package may download its data
-TASK = "task"  # column with a task of verifiers
+TASK = "task"  # column with what an environment of a package takes
 
 
 def package_of(text: str) -> str:
@@ -33,11 +39,12 @@ def package_of(text: str) -> str:
 
 def check_installed(key: str, text: str) -> None:
     """Raise ConfigError if the package that a setting names is missing."""
-    package = package_of(text)
-    if package in PACKAGES and find_spec(package) is None:
+    extra = package_of(text)
+    package = PACKAGES.get(extra, "")
+    if package and find_spec(package) is None:
         raise ConfigError(
             f"{key}={text}: the package {package} is not installed. Install it: "
-            f'`pip install "ballast-rl[{package}]"`.'
+            f'`pip install "ballast-rl[{extra}]"`.'
         )
 
 

@@ -8,9 +8,11 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from controller.config import load
 from controller.data.records import read_records
+from controller.lifecycle.reward_inputs import find_environment
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
-from tests.refusals import refused_rows
+from tests.refusals import refused, refused_rows
+from tests.workers.openenv.stand_in import StandIn, serving
 from workers.reward_functions import reasoning_gym
 from workers.user_code.task_sources import records as tasks_of
 from workers.user_code.task_sources import task_records
@@ -88,7 +90,7 @@ def test_what_a_package_does_not_have_is_refused(workspace: Path, named: str, ov
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.validation", "rollout.environment"])
-@pytest.mark.parametrize("package", ["reasoning_gym", "verifiers"])
+@pytest.mark.parametrize("package", ["reasoning_gym", "verifiers", "openenv"])
 def test_a_missing_package_is_named_with_its_extra(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, key: str, package: str
 ) -> None:
@@ -97,3 +99,30 @@ def test_a_missing_package_is_named_with_its_extra(
     assert said.startswith(f"{key}={package}:wordle: ")
     one_turn = (key, package) == ("rollout.environment", "reasoning_gym")
     assert ("reward.function=" if one_turn else f"ballast-rl[{package}]") in said
+
+
+@pytest.mark.parametrize(
+    "options", ["", "?seeds=0", "?seeds=many", "?seeds=1&speed=2", "?file=none.jsonl", "?seeds"]
+)
+def test_openenv_data_without_an_end_or_with_unknown_options_are_refused(
+    workspace: Path, options: str
+) -> None:
+    with serving(StandIn(typed=True)) as url:
+        said = refusal(f"data.train=openenv:{url}{options}", f"rollout.environment=openenv:{url}")
+    assert said.startswith("data.train") and said.count("\n") == 0
+
+
+@pytest.mark.parametrize("name", ["echo_env", "file:///tmp", "http://"])
+def test_what_is_not_a_url_is_refused(workspace: Path, name: str) -> None:
+    for key in ("rollout.environment", "data.train"):
+        assert f"{key}=openenv:{name}: " in refusal(f"{key}=openenv:{name}").replace(
+            "data.train: ", "data.train="
+        )
+
+
+def test_a_server_that_does_not_answer_is_refused_before_the_run(workspace: Path) -> None:
+    url = "openenv:http://127.0.0.1:9"
+    assert "127.0.0.1:9/schema" in refusal(f"data.train={url}?seeds=1", f"rollout.environment={url}")
+    config = load("config.yaml", [f"rollout.environment={url}"])
+    with refused("rollout.environment"):
+        find_environment(config, {"prompt": "x", "task": {"action": "", "reset": {}}}, print)
