@@ -215,18 +215,15 @@ def _check_sandbox(config: Config) -> None:
                 "in a sandbox. Set it, see docs/tasks.md."
             )
         return
-    from workers.sandbox.kinds import check_sandbox
+    from workers.sandbox.kinds import check_agent_command, check_sandbox
 
     check_sandbox(rollout.sandbox)
     if package_of(rollout.environment) == HARBOR:
         from workers.harbor.task_folders import check_tasks
 
         check_tasks(rollout.environment, rollout.sandbox.kind)
-    if rollout.agent_command and rollout.sandbox.kind.startswith("kubernetes"):
-        raise ConfigError(
-            f"rollout.sandbox.kind={rollout.sandbox.kind}: its pods do not reach the gateway of "
-            "rollout.agent_command. Use bubblewrap, docker or podman, or rollout.agent=http."
-        )
+    if rollout.agent_command:
+        check_agent_command(rollout.sandbox.kind)
 
 
 def _check_whole_turns(config: Config, key: str) -> None:

@@ -111,6 +111,10 @@ def list_unread(tasks: list[TaskFolder]) -> list[str]:
 def check_tasks(text: str, kind: str) -> None:
     """Raise ConfigError unless sandboxes of this kind can hold all tasks."""
     key = "rollout.environment"
+    if kind.startswith("e2b"):
+        raise ConfigError(
+            f"rollout.sandbox.kind={kind}: tasks name images, and E2B has templates. Use another kind."
+        )
     try:
         tasks = read_tasks(text)
         for task in tasks:

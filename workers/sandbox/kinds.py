@@ -9,48 +9,77 @@ from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError
 from workers.sandbox.bubblewrap import TRIAL_LABEL, TRIAL_LIMITS, BubblewrapSandbox
 from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
+from workers.sandbox.e2b_service import E2bService
+from workers.sandbox.hosted import HostedSandbox, Service, check_service, remove_left_over_hosted
 from workers.sandbox.owners import own_label
 from workers.sandbox.pods import KUBERNETES, PodSandbox, check_cluster, remove_left_over_pods
 from workers.sandbox.protocol import Sandbox, SandboxError, SandboxLimits
 
 BUBBLEWRAP = "bubblewrap"
-KINDS = (BUBBLEWRAP, *PROGRAMS, KUBERNETES)
+SERVICES: dict[str, Service] = {service.name: service for service in (E2bService(),)}
+KINDS = (BUBBLEWRAP, *PROGRAMS, KUBERNETES, *SERVICES)
+LOCAL = (BUBBLEWRAP, *PROGRAMS)
+"""Kinds whose sandboxes reach the gateway of agents on their machine."""
 KEY = "rollout.sandbox.kind"
 VARIABLE = "BALLAST_SANDBOX"
 """Environment variable with the run's settings, for environments."""
+NOT_HELD = {
+    KUBERNETES: {"processes": "a pod has the limit of its node (podPidsLimit of the kubelet)"},
+    "e2b": {
+        "cpus": "a sandbox has its template's",
+        "memory_gib": "a sandbox has its template's",
+        "processes": "E2B has no such limit",
+        "disk_gib": "a sandbox has its template's",
+    },
+}
+"""Settings that a kind cannot hold, and why."""
 
 
 def check_sandbox(settings: SandboxConfig) -> None:
     """Raise ConfigError if this machine cannot make the sandbox. No weaker one takes its place."""
-    _check_kind(settings.kind)
-    if settings.network and settings.kind.startswith(BUBBLEWRAP):
+    kind = settings.kind.partition(":")[0]
+    if settings.network and kind == BUBBLEWRAP:
         raise ConfigError(
             f"rollout.sandbox.network=true: {KEY}={settings.kind} has no network. Remove it, or use "
             "docker:IMAGE."
         )
-    if settings.kind.startswith(KUBERNETES) and settings.processes != SandboxConfig().processes:
+    for name, reason in NOT_HELD.get(kind, {}).items():
+        value = getattr(settings, name)
+        if value != getattr(SandboxConfig(), name):
+            raise ConfigError(f"rollout.sandbox.{name}={value:g}: {reason}. Remove it.")
+    _check_kind(settings.kind, limits_of(settings))
+
+
+def check_agent_command(kind: str) -> None:
+    """Raise ConfigError if sandboxes of this kind do not reach the gateway of rollout.agent_command."""
+    if kind.partition(":")[0] not in LOCAL:
         raise ConfigError(
-            f"rollout.sandbox.processes={settings.processes}: a pod has the limit of its node "
-            "(podPidsLimit of the kubelet). Set that, and remove this."
+            f"{KEY}={kind}: its sandboxes do not reach the gateway of rollout.agent_command. Use one of: "
+            f"{', '.join(LOCAL)}. Or use rollout.agent=http."
         )
 
 
 @cache
-def _check_kind(text: str) -> None:
+def _check_kind(text: str, limits: SandboxLimits) -> None:
     kind, _, image = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(f"{KEY}={text}: there is no such kind. Use one of: {', '.join(KINDS)}.")
     if kind in PROGRAMS:
         check_container(KEY, kind, image)
-        return
-    if kind == KUBERNETES:
+    elif kind == KUBERNETES:
         check_cluster(KEY, image)
-        return
-    missing = [folder for folder in _folders(image) if not os.path.isdir(folder)]
+    elif kind in SERVICES:
+        check_service(KEY, SERVICES[kind], image, limits)
+    else:
+        _check_bubblewrap(text, _folders(image))
+
+
+def _check_bubblewrap(text: str, folders: list[str]) -> None:
+    missing = [folder for folder in folders if not os.path.isdir(folder)]
     if missing:
         raise ConfigError(f"{KEY}={text}: {missing[0]} is not a folder. Name folders that commands may read.")
     try:
-        with BubblewrapSandbox(TRIAL_LIMITS, TRIAL_LABEL, folders=_folders(image)):
+        with BubblewrapSandbox(TRIAL_LIMITS, TRIAL_LABEL, folders=folders):
             pass
     except SandboxError as error:
         raise ConfigError(
@@ -89,10 +118,12 @@ def open_sandbox(
         return BubblewrapSandbox(limits, label, gateway=gateway, folders=_folders(image))
     if kind in PROGRAMS:
         return ContainerSandbox(limits, label, program=kind, image=image, gateway=gateway)
+    if gateway is not None:
+        raise SandboxError(f"{KEY}={settings.kind}: it does not reach the gateway of agents")
     if kind == KUBERNETES:
-        if gateway is not None:
-            raise SandboxError(f"{KEY}={settings.kind}: a pod does not reach the gateway of agents")
         return PodSandbox(limits, label, image=image)
+    if kind in SERVICES:
+        return HostedSandbox(limits, label, service=SERVICES[kind], image=image)
     raise SandboxError(f"{KEY}={settings.kind}: there is no such kind")
 
 
@@ -101,6 +132,8 @@ def remove_left_over_sandboxes(settings: SandboxConfig) -> int:
     kind = settings.kind.partition(":")[0]
     if kind in PROGRAMS:
         return remove_left_over(kind)
+    if kind in SERVICES:
+        return remove_left_over_hosted(SERVICES[kind])
     return remove_left_over_pods() if kind == KUBERNETES else 0  # bubblewrap's end with their owner
 
 

@@ -12,6 +12,7 @@ from workers.sandbox.protocol import SandboxLabel
 
 OWNER = "ballast.owner"
 SAMPLE = "ballast.sample"
+HOST = "ballast.host"
 
 
 def own_label(sample: str) -> SandboxLabel:
@@ -23,11 +24,11 @@ def is_left_over(owner: str) -> bool:
     """Whether the process of this machine that a label names has ended. False for another machine's."""
     host, _, rest = owner.partition("_")
     pid = rest.partition("_")[0]
-    return host == _host() and pid.isdigit() and _name(int(pid)) != owner
+    return host == host_name() and pid.isdigit() and _name(int(pid)) != owner
 
 
 def labels(label: SandboxLabel) -> Mapping[str, str]:
-    return {OWNER: label.owner, SAMPLE: label.sample}
+    return {OWNER: label.owner, SAMPLE: label.sample, HOST: host_name()}
 
 
 def _name(pid: int) -> str:
@@ -40,8 +41,9 @@ def _name(pid: int) -> str:
         start = int(psutil.Process(pid).create_time() * 100)
     except psutil.Error:
         start = 0
-    return f"{_host()}_{pid}_{start}"
+    return f"{host_name()}_{pid}_{start}"
 
 
-def _host() -> str:
+def host_name() -> str:
+    """Return this machine's name, in the letters that labels take."""
     return socket.gethostname().replace("_", "-")[:32].strip("-.")

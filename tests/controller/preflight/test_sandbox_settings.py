@@ -33,7 +33,7 @@ def test_a_sandbox_without_code_to_run_in_it_is_named(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["chroot", "docker", "docker:tests/image", "bubblewrap:/nowhere", "bubblewrap"]
+    "kind", ["chroot", "docker", "docker:tests/image", "bubblewrap:/nowhere", "bubblewrap", "e2b"]
 )
 def test_what_cannot_be_made_here_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str

@@ -1,0 +1,135 @@
+"""A stand-in for E2B's API and for the program that answers in its sandboxes, by the SDK's own types."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from connectrpc.code import Code
+from connectrpc.errors import ConnectError
+from e2b.api.client.models.listed_sandbox import ListedSandbox
+from e2b.api.client.models.sandbox import Sandbox
+from e2b.api.client.models.sandbox_state import SandboxState
+from e2b.envd.process import process_connect, process_pb
+from protobuf import Oneof
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+from tests.workers.sandbox.hosted_machines import GONE, Machines
+
+VERSION = "0.6.4"
+HEADER = "e2b-sandbox-id"
+
+
+def make_application(machines: Machines) -> Starlette:
+    api = Api(machines)
+    processes = process_connect.ProcessASGIApplication(Processes(machines))
+    return Starlette(
+        routes=[
+            Route("/v2/sandboxes", api.create, methods=["POST"]),
+            Route("/v2/sandboxes", api.list_sandboxes, methods=["GET"]),
+            Route("/sandboxes/{name}", api.delete, methods=["DELETE"]),
+            Route("/sandboxes/{name}/timeout", api.set_timeout, methods=["POST"]),
+            Route("/files", api.write, methods=["POST"]),
+            Route("/health", api.health),
+            Mount("/", processes),
+        ]
+    )
+
+
+class Api:
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.headers.get("x-api-key") != self._machines.key:
+            return JSONResponse({"code": 401, "message": "invalid API key"}, 401)
+        name = request.path_params.get("name")
+        if name and name not in self._machines.machines:
+            return JSONResponse({"code": 404, "message": "not found"}, 404)
+        return None
+
+    async def create(self, request: Request) -> Response:
+        asked = await request.json()
+        if refusal := self._refusal(request):
+            return refusal
+        if asked["templateID"] == GONE:
+            return JSONResponse({"code": 404, "message": "template 'tests/gone' not found"}, 404)
+        name = self._machines.add(asked["metadata"], asked).name
+        sandbox = Sandbox(template_id=GONE, sandbox_id=name, client_id="1", envd_version=VERSION)
+        return JSONResponse(sandbox.to_dict(), 201)
+
+    async def list_sandboxes(self, request: Request) -> Response:
+        if refusal := self._refusal(request):
+            return refusal
+        marks = {unquote(name): unquote(value) for name, value in parse_qsl(request.query_params["metadata"])}
+        now = datetime.now(UTC)
+        sizes = {"cpu_count": 2, "memory_mb": 512, "disk_size_mb": 1024}
+        times = {"started_at": now, "end_at": now, "state": SandboxState.RUNNING}
+        sandboxes = [
+            ListedSandbox(
+                template_id="t",
+                sandbox_id=machine.name,
+                client_id="1",
+                envd_version=VERSION,
+                metadata=machine.marks,
+                **sizes,
+                **times,
+            ).to_dict()
+            for machine in self._machines.with_marks(marks)
+        ]
+        return JSONResponse(sandboxes)
+
+    async def delete(self, request: Request) -> Response:
+        if refusal := self._refusal(request):
+            return refusal
+        del self._machines.machines[request.path_params["name"]]
+        return Response(status_code=204)
+
+    async def set_timeout(self, request: Request) -> Response:
+        if refusal := self._refusal(request):
+            return refusal
+        asked = await request.json()
+        self._machines.machines[request.path_params["name"]].asked |= asked
+        return Response(status_code=204)
+
+    async def write(self, request: Request) -> Response:
+        path = request.query_params["path"]
+        async with request.form() as form:
+            (file,) = form.values()
+            content = await file.read()  # type: ignore[union-attr]
+        machine = self._machines.machines[request.headers[HEADER]]
+        (machine.folder / path).write_bytes(content)
+        return JSONResponse([{"name": path, "path": path, "type": "file"}])
+
+    async def health(self, request: Request) -> Response:
+        known = request.headers[HEADER] in self._machines.machines
+        return Response(status_code=204 if known else 502)
+
+
+class Processes(process_connect.Process):
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+
+    async def start(
+        self, request: process_pb.StartRequest, ctx: Any
+    ) -> AsyncIterator[process_pb.StartResponse]:
+        machine = self._machines.machines.get(ctx.request_headers.get(HEADER, ""))
+        if machine is None:
+            raise ConnectError(Code.UNAVAILABLE, "the sandbox was not found")
+        yield _event("start", process_pb.ProcessEvent.StartEvent(pid=7))
+        config = request.process
+        assert config is not None
+        command = [config.cmd, *config.args]
+        code, output = await asyncio.to_thread(machine.run, command, dict(config.envs))
+        for start in range(0, len(output), 30_000):
+            part = Oneof("stdout", output[start : start + 30_000])
+            yield _event("data", process_pb.ProcessEvent.DataEvent(output=part))
+        yield _event("end", process_pb.ProcessEvent.EndEvent(exit_code=code, exited=True))
+
+
+def _event(kind: Any, event: Any) -> process_pb.StartResponse:
+    return process_pb.StartResponse(event=process_pb.ProcessEvent(event=Oneof(kind, event)))

@@ -1,0 +1,66 @@
+"""Stand-ins for the services of hosted sandboxes: a server that counts them and runs commands in folders here."""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import uvicorn
+
+GONE = "tests/gone"
+"""An image or template that the service does not have."""
+
+
+@dataclass
+class Machine:
+    """asked: the body of the request that made it."""
+
+    name: str
+    folder: Path
+    marks: dict[str, str]
+    asked: Any
+
+    def run(self, command: list[str], variables: dict[str, str] | None = None) -> tuple[int, bytes]:
+        result = subprocess.run(
+            command,
+            cwd=self.folder,
+            env={"PATH": os.defpath, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        code = result.returncode
+        return 128 - code if code < 0 else code, result.stdout
+
+
+@dataclass
+class Machines:
+    folder: Path
+    key: str
+    machines: dict[str, Machine] = field(default_factory=dict)
+    port: int = 0
+
+    def add(self, marks: dict[str, str], asked: Any) -> Machine:
+        name = f"box{len(list(self.folder.iterdir()))}"
+        (self.folder / name).mkdir()
+        self.machines[name] = Machine(name, self.folder / name, dict(marks), asked)
+        return self.machines[name]
+
+    def with_marks(self, marks: dict[str, str]) -> list[Machine]:
+        return [machine for machine in self.machines.values() if marks.items() <= machine.marks.items()]
+
+
+def serve(application: Any) -> Iterator[int]:
+    """Serve an ASGI application until the generator is closed. Yields its port."""
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error", lifespan="off"))
+    sockets = [server.config.bind_socket()]
+    thread = Thread(target=lambda: asyncio.run(server.serve(sockets)), daemon=True)
+    thread.start()
+    yield sockets[0].getsockname()[1]
+    server.should_exit = True
+    server.force_exit = True
+    thread.join(10)

@@ -1,0 +1,169 @@
+"""Hosted sandboxes, by the services' own SDKs against stand-ins: what is asked of them, and what is left."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.sandbox.hosted_machines import GONE, Machines, serve
+from workers.config.sandbox import SandboxConfig
+from workers.errors import ConfigError, EpisodeError
+from workers.harbor.task_folders import check_tasks
+from workers.sandbox.hosted import HostedSandbox
+from workers.sandbox.kinds import (
+    SERVICES,
+    _check_kind,
+    check_agent_command,
+    check_sandbox,
+    remove_left_over_sandboxes,
+)
+from workers.sandbox.owners import HOST, OWNER, SAMPLE, own_label
+from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
+
+ROOT = Path(__file__).parents[3]
+KEY = f"e2b_{'0' * 40}"
+LIMITS = SandboxLimits(cpus=1, memory_mib=2048, disk_mib=2048, command_s=5, output_bytes=1000)
+ADDRESSES = {"e2b": ("E2B_API_URL", "E2B_SANDBOX_URL")}
+
+
+@pytest.fixture(params=["e2b"])
+def service(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def machines(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    machines = Machines(tmp_path, KEY)
+    fake = import_module(f"tests.workers.sandbox.fake_{service}")
+    server = serve(fake.make_application(machines))
+    machines.port = next(server)
+    for variable in ADDRESSES[service]:
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{machines.port}")
+    for variable in SERVICES[service].variables:
+        monkeypatch.setenv(variable, KEY)
+    _check_kind.cache_clear()
+    yield machines
+    _check_kind.cache_clear()
+    next(server, None)
+
+
+def make_box(service: str, image: str = "tests/image") -> HostedSandbox:
+    return HostedSandbox(LIMITS, own_label("7"), service=SERVICES[service], image=image)
+
+
+def check_e2b_request(asked: dict[str, Any]) -> None:
+    assert asked["templateID"] == "tests/image" and asked["allow_internet_access"] is False
+    assert asked["timeout"] == 3600
+
+
+REQUESTS: dict[str, Callable[[Any], None]] = {"e2b": check_e2b_request}
+
+
+def test_commands_files_and_limits(service: str, machines: Machines) -> None:
+    with make_box(service) as box:
+        (machine,) = machines.machines.values()
+        assert set(machine.marks) >= {OWNER, SAMPLE, HOST} and machine.marks[SAMPLE] == "7"
+        REQUESTS[service](machine.asked)
+        result = box.run("cat; echo error >&2; exit 3", stdin=b"\0in")
+        assert (result.output, result.exit_code) == (b"\0inerror\n", 3)
+        assert box.run("pwd; echo $A", folder="/usr", variables={"A": "b c"}).text == "/usr\nb c\n"
+        long = box.run("head -c 5000 /dev/zero")
+        assert (long.output, long.cut, long.exit_code) == (bytes(1000), True, 0)
+        late = box.run("sleep 30", timeout_s=0.3)
+        assert late.timed_out and late.exit_code == 137
+        content = bytes(range(256)) * 4096
+        box.write("deep/er/it's", content)
+        assert box.read("deep/er/it's") == content
+        with pytest.raises(SandboxFileError, match="missing"):
+            box.read("missing")
+        with make_box(service) as other:
+            assert other.run("ls").text == "" and len(machines.machines) == 2
+    assert not machines.machines
+    with pytest.raises(SandboxError, match="stopped"):
+        box.run("true")
+
+
+def test_a_lost_sandbox_fails_its_sample(service: str, machines: Machines) -> None:
+    with make_box(service) as box:
+        machines.machines.clear()
+        with pytest.raises(EpisodeError, match=f"the sandbox ended: {service}: "):
+            box.run("true")
+        with pytest.raises(EpisodeError, match="not running"):
+            box.run("true")
+    with pytest.raises(SandboxError, match=service), make_box(service, GONE):
+        pass
+    assert not machines.machines
+
+
+OWNER_CODE = """
+import os, signal
+from workers.sandbox.hosted import HostedSandbox
+from workers.sandbox.kinds import SERVICES
+from workers.sandbox.owners import own_label
+from workers.sandbox.protocol import SandboxLimits
+HostedSandbox(SandboxLimits(), own_label("0"), service=SERVICES[{service!r}], image="tests/image").start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_start_removes_what_a_killed_owner_left(service: str, machines: Machines) -> None:
+    with make_box(service):  # of a run that lives
+        code = OWNER_CODE.format(service=service)
+        owner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ})
+        assert owner.returncode == -signal.SIGKILL and len(machines.machines) == 2
+        machines.add({OWNER: "elsewhere_1_2", HOST: "elsewhere"}, {})
+        assert remove_left_over_sandboxes(SandboxConfig(kind=f"{service}:tests/image")) == 1
+        assert len(machines.machines) == 2, "a living run's, and another machine's"
+
+
+def test_a_key_or_image_that_the_service_refuses_is_named_before_the_run(
+    service: str, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_sandbox(SandboxConfig(kind=f"{service}:tests/image"))
+    assert not machines.machines
+    with pytest.raises(ConfigError, match=f"{service}:{GONE}"):
+        check_sandbox(SandboxConfig(kind=f"{service}:{GONE}"))
+    machines.key = "another"
+    _check_kind.cache_clear()
+    with pytest.raises(ConfigError, match=f"{service}:tests/image: {service}: "):
+        check_sandbox(SandboxConfig(kind=f"{service}:tests/image"))
+    for variable in SERVICES[service].variables:
+        monkeypatch.delenv(variable)
+    _check_kind.cache_clear()
+    with pytest.raises(ConfigError, match=SERVICES[service].variables[0]):
+        check_sandbox(SandboxConfig(kind=f"{service}:tests/image"))
+
+
+NOT_HELD = [("e2b", "cpus", 2), ("e2b", "memory_gib", 2), ("e2b", "disk_gib", 2), ("e2b", "processes", 2)]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), NOT_HELD)
+def test_a_limit_that_the_service_does_not_hold_is_refused(kind: str, name: str, value: float) -> None:
+    settings = SandboxConfig(kind=f"{kind}:tests/image")
+    setattr(settings, name, value)
+    with pytest.raises(ConfigError, match=rf"rollout\.sandbox\.{name}={value}: "):
+        check_sandbox(settings)
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_what_is_missing_is_named_before_the_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_kind.cache_clear()
+    with pytest.raises(ConfigError, match="names no "):
+        check_sandbox(SandboxConfig(kind=kind))
+    monkeypatch.setattr("workers.sandbox.hosted.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf'pip install "ballast-rl\[{kind}\]"'):
+        check_sandbox(SandboxConfig(kind=f"{kind}:tests/image"))
+    with pytest.raises(ConfigError, match="gateway"):
+        check_agent_command(f"{kind}:tests/image")
+
+
+def test_tasks_with_images_refuse_templates() -> None:
+    with pytest.raises(ConfigError, match="e2b:base: tasks name images"):
+        check_tasks("harbor:tasks", "e2b:base")
