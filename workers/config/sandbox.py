@@ -13,8 +13,8 @@ class SandboxConfig:
 
     kind: str = setting(
         "",
-        "`bubblewrap`, `docker:IMAGE`, `podman:IMAGE`, `kubernetes:IMAGE` or `e2b:TEMPLATE`. Each sample has "
-        "its own. "
+        "`bubblewrap`, `docker:IMAGE`, `podman:IMAGE`, `kubernetes:IMAGE`, `modal:IMAGE` or "
+        "`e2b:TEMPLATE`. Each sample has its own. "
         "`rollout.tools=workers.sandbox.tools` gives the policy a shell and files in it, "
         "`rollout.agent_command` runs in it, "
         "and an environment opens it (see docs/sandboxes.md).",
@@ -22,7 +22,10 @@ class SandboxConfig:
     cpus: float = setting(1.0, "Cores of a sandbox.", above=0, maximum=1024)
     memory_gib: float = setting(1.0, "Memory of all processes of a sandbox, in GiB.", above=0)
     processes: int = setting(
-        64, "Processes and threads of a sandbox. Pods and E2B do not take it.", minimum=1, maximum=10**6
+        64,
+        "Processes and threads of a sandbox. Pods and hosted sandboxes do not take it.",
+        minimum=1,
+        maximum=10**6,
     )
     disk_gib: float = setting(
         1.0, "Files that a sandbox may write, in GiB. Docker and Podman limit each file.", above=0

@@ -11,12 +11,13 @@ from workers.sandbox.bubblewrap import TRIAL_LABEL, TRIAL_LIMITS, BubblewrapSand
 from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
 from workers.sandbox.e2b_service import E2bService
 from workers.sandbox.hosted import HostedSandbox, Service, check_service, remove_left_over_hosted
+from workers.sandbox.modal_service import ModalService
 from workers.sandbox.owners import own_label
 from workers.sandbox.pods import KUBERNETES, PodSandbox, check_cluster, remove_left_over_pods
 from workers.sandbox.protocol import Sandbox, SandboxError, SandboxLimits
 
 BUBBLEWRAP = "bubblewrap"
-SERVICES: dict[str, Service] = {service.name: service for service in (E2bService(),)}
+SERVICES: dict[str, Service] = {service.name: service for service in (ModalService(), E2bService())}
 KINDS = (BUBBLEWRAP, *PROGRAMS, KUBERNETES, *SERVICES)
 LOCAL = (BUBBLEWRAP, *PROGRAMS)
 """Kinds whose sandboxes reach the gateway of agents on their machine."""
@@ -25,6 +26,7 @@ VARIABLE = "BALLAST_SANDBOX"
 """Environment variable with the run's settings, for environments."""
 NOT_HELD = {
     KUBERNETES: {"processes": "a pod has the limit of its node (podPidsLimit of the kubelet)"},
+    "modal": {"processes": "Modal has no such limit", "disk_gib": "Modal has no such limit"},
     "e2b": {
         "cpus": "a sandbox has its template's",
         "memory_gib": "a sandbox has its template's",

@@ -1,7 +1,7 @@
 """A stand-in for E2B's API and for the program that answers in its sandboxes, by the SDK's own types."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -18,26 +18,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from tests.workers.sandbox.hosted_machines import GONE, Machines
+from tests.workers.sandbox.hosted_machines import GONE, Machines, serve
 
 VERSION = "0.6.4"
 HEADER = "e2b-sandbox-id"
 
 
-def make_application(machines: Machines) -> Starlette:
+def serve_machines(machines: Machines) -> Iterator[int]:
+    """Serve until the generator is closed. Yields the port."""
     api = Api(machines)
     processes = process_connect.ProcessASGIApplication(Processes(machines))
-    return Starlette(
-        routes=[
-            Route("/v2/sandboxes", api.create, methods=["POST"]),
-            Route("/v2/sandboxes", api.list_sandboxes, methods=["GET"]),
-            Route("/sandboxes/{name}", api.delete, methods=["DELETE"]),
-            Route("/sandboxes/{name}/timeout", api.set_timeout, methods=["POST"]),
-            Route("/files", api.write, methods=["POST"]),
-            Route("/health", api.health),
-            Mount("/", processes),
-        ]
-    )
+    routes = [
+        Route("/v2/sandboxes", api.create, methods=["POST"]),
+        Route("/v2/sandboxes", api.list_sandboxes, methods=["GET"]),
+        Route("/sandboxes/{name}", api.delete, methods=["DELETE"]),
+        Route("/sandboxes/{name}/timeout", api.set_timeout, methods=["POST"]),
+        Route("/files", api.write, methods=["POST"]),
+        Route("/health", api.health),
+        Mount("/", processes),
+    ]
+    return serve(Starlette(routes=routes))
 
 
 class Api:

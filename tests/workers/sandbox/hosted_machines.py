@@ -42,7 +42,6 @@ class Machines:
     folder: Path
     key: str
     machines: dict[str, Machine] = field(default_factory=dict)
-    port: int = 0
 
     def add(self, marks: dict[str, str], asked: Any) -> Machine:
         name = f"box{len(list(self.folder.iterdir()))}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.sandbox.hosted_machines import GONE, Machines, serve
+from tests.workers.sandbox.hosted_machines import GONE, Machines
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError, EpisodeError
 from workers.harbor.task_folders import check_tasks
@@ -29,10 +29,10 @@ from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimi
 ROOT = Path(__file__).parents[3]
 KEY = f"e2b_{'0' * 40}"
 LIMITS = SandboxLimits(cpus=1, memory_mib=2048, disk_mib=2048, command_s=5, output_bytes=1000)
-ADDRESSES = {"e2b": ("E2B_API_URL", "E2B_SANDBOX_URL")}
+ADDRESSES = {"e2b": ("E2B_API_URL", "E2B_SANDBOX_URL"), "modal": ("MODAL_SERVER_URL",)}
 
 
-@pytest.fixture(params=["e2b"])
+@pytest.fixture(params=list(ADDRESSES))
 def service(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return str(request.param)
@@ -42,10 +42,11 @@ def service(request: pytest.FixtureRequest) -> str:
 def machines(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     machines = Machines(tmp_path, KEY)
     fake = import_module(f"tests.workers.sandbox.fake_{service}")
-    server = serve(fake.make_application(machines))
-    machines.port = next(server)
+    server = fake.serve_machines(machines)
+    port = next(server)
     for variable in ADDRESSES[service]:
-        monkeypatch.setenv(variable, f"http://127.0.0.1:{machines.port}")
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("MODAL_CONFIG_PATH", "/nowhere")
     for variable in SERVICES[service].variables:
         monkeypatch.setenv(variable, KEY)
     _check_kind.cache_clear()
@@ -63,7 +64,18 @@ def check_e2b_request(asked: dict[str, Any]) -> None:
     assert asked["timeout"] == 3600
 
 
-REQUESTS: dict[str, Callable[[Any], None]] = {"e2b": check_e2b_request}
+def check_modal_request(asked: Any) -> None:
+    request, image = asked
+    definition = request.definition
+    resources = definition.resources
+    access = definition.network_access
+    assert image == "tests/image" and access.network_access_type == type(access).BLOCKED
+    assert (resources.milli_cpu, resources.milli_cpu_max) == (1000, 1000)
+    assert (resources.memory_mb, resources.memory_mb_max) == (2048, 2048)
+    assert (definition.timeout_secs, definition.idle_timeout_secs) == (86_400, 3600)
+
+
+REQUESTS: dict[str, Callable[[Any], None]] = {"e2b": check_e2b_request, "modal": check_modal_request}
 
 
 def test_commands_files_and_limits(service: str, machines: Machines) -> None:
@@ -141,14 +153,17 @@ def test_a_key_or_image_that_the_service_refuses_is_named_before_the_run(
         check_sandbox(SandboxConfig(kind=f"{service}:tests/image"))
 
 
-NOT_HELD = [("e2b", "cpus", 2), ("e2b", "memory_gib", 2), ("e2b", "disk_gib", 2), ("e2b", "processes", 2)]
+NOT_HELD = [
+    *(("e2b", name) for name in ("cpus", "memory_gib", "disk_gib", "processes")),
+    *(("modal", name) for name in ("disk_gib", "processes")),
+]
 
 
-@pytest.mark.parametrize(("kind", "name", "value"), NOT_HELD)
-def test_a_limit_that_the_service_does_not_hold_is_refused(kind: str, name: str, value: float) -> None:
+@pytest.mark.parametrize(("kind", "name"), NOT_HELD)
+def test_a_limit_that_the_service_does_not_hold_is_refused(kind: str, name: str) -> None:
     settings = SandboxConfig(kind=f"{kind}:tests/image")
-    setattr(settings, name, value)
-    with pytest.raises(ConfigError, match=rf"rollout\.sandbox\.{name}={value}: "):
+    setattr(settings, name, 2)
+    with pytest.raises(ConfigError, match=rf"rollout\.sandbox\.{name}=2: "):
         check_sandbox(settings)
 
 
