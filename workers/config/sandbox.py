@@ -13,8 +13,8 @@ class SandboxConfig:
 
     kind: str = setting(
         "",
-        "`bubblewrap`, `docker:IMAGE`, `podman:IMAGE`, `kubernetes:IMAGE`, `modal:IMAGE` or "
-        "`e2b:TEMPLATE`. Each sample has its own. "
+        "`bubblewrap`, `docker:IMAGE`, `podman:IMAGE`, `kubernetes:IMAGE`, `modal:IMAGE`, "
+        "`daytona:IMAGE` or `e2b:TEMPLATE`. Each sample has its own. "
         "`rollout.tools=workers.sandbox.tools` gives the policy a shell and files in it, "
         "`rollout.agent_command` runs in it, "
         "and an environment opens it (see docs/sandboxes.md).",

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from workers.errors import ConfigError, describe_error
-from workers.sandbox.owners import HOST, OWNER, host_name, is_left_over, labels
+from workers.sandbox.owners import HOST, OWNER, host_name, is_left_over, labels, own_label
 from workers.sandbox.protocol import CommandResult, SandboxError, SandboxLabel, SandboxLimits
 from workers.sandbox.shell_sandbox import ShellSandbox
 
@@ -114,7 +114,7 @@ def check_service(key: str, service: Service, image: str, limits: SandboxLimits)
         variables = " and ".join(service.variables)
         raise ConfigError(f"{setting}: there is no key. Set the environment variable {variables}.")
     try:
-        with HostedSandbox(limits, SandboxLabel("", ""), service=service, image=image) as sandbox:
+        with HostedSandbox(limits, own_label("check"), service=service, image=image) as sandbox:
             sandbox.run("true")
     except SandboxError as error:
         raise ConfigError(f"{setting}: {error}. Check the {service.needed.lower()} and the key.") from None

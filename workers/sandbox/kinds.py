@@ -9,6 +9,7 @@ from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError
 from workers.sandbox.bubblewrap import TRIAL_LABEL, TRIAL_LIMITS, BubblewrapSandbox
 from workers.sandbox.containers import PROGRAMS, ContainerSandbox, check_container, remove_left_over
+from workers.sandbox.daytona_service import DaytonaService
 from workers.sandbox.e2b_service import E2bService
 from workers.sandbox.hosted import HostedSandbox, Service, check_service, remove_left_over_hosted
 from workers.sandbox.modal_service import ModalService
@@ -17,7 +18,9 @@ from workers.sandbox.pods import KUBERNETES, PodSandbox, check_cluster, remove_l
 from workers.sandbox.protocol import Sandbox, SandboxError, SandboxLimits
 
 BUBBLEWRAP = "bubblewrap"
-SERVICES: dict[str, Service] = {service.name: service for service in (ModalService(), E2bService())}
+SERVICES: dict[str, Service] = {
+    service.name: service for service in (ModalService(), DaytonaService(), E2bService())
+}
 KINDS = (BUBBLEWRAP, *PROGRAMS, KUBERNETES, *SERVICES)
 LOCAL = (BUBBLEWRAP, *PROGRAMS)
 """Kinds whose sandboxes reach the gateway of agents on their machine."""
@@ -27,6 +30,7 @@ VARIABLE = "BALLAST_SANDBOX"
 NOT_HELD = {
     KUBERNETES: {"processes": "a pod has the limit of its node (podPidsLimit of the kubelet)"},
     "modal": {"processes": "Modal has no such limit", "disk_gib": "Modal has no such limit"},
+    "daytona": {"processes": "Daytona has no such limit"},
     "e2b": {
         "cpus": "a sandbox has its template's",
         "memory_gib": "a sandbox has its template's",
@@ -49,7 +53,16 @@ def check_sandbox(settings: SandboxConfig) -> None:
         value = getattr(settings, name)
         if value != getattr(SandboxConfig(), name):
             raise ConfigError(f"rollout.sandbox.{name}={value:g}: {reason}. Remove it.")
+    if kind == "daytona":
+        _check_whole_numbers(settings)
     _check_kind(settings.kind, limits_of(settings))
+
+
+def _check_whole_numbers(settings: SandboxConfig) -> None:
+    for name in ("cpus", "memory_gib", "disk_gib"):
+        value = getattr(settings, name)
+        if value != int(value):
+            raise ConfigError(f"rollout.sandbox.{name}={value:g}: Daytona takes whole numbers. Round it up.")
 
 
 def check_agent_command(kind: str) -> None:

@@ -5,6 +5,7 @@ process lives. A run's name would not say so: the run may have been killed, or m
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from workers.sandbox.protocol import SandboxLabel
 OWNER = "ballast.owner"
 SAMPLE = "ballast.sample"
 HOST = "ballast.host"
+LONGEST = 63
 
 
 def own_label(sample: str) -> SandboxLabel:
@@ -28,7 +30,9 @@ def is_left_over(owner: str) -> bool:
 
 
 def labels(label: SandboxLabel) -> Mapping[str, str]:
-    return {OWNER: label.owner, SAMPLE: label.sample, HOST: host_name()}
+    """Return them with values that Kubernetes and Modal take: neither empty nor longer than 63 characters."""
+    sample = re.sub(r"[^A-Za-z0-9._-]", "-", label.sample)[:LONGEST].strip("-._")
+    return {OWNER: label.owner, SAMPLE: sample or "none", HOST: host_name()}
 
 
 def _name(pid: int) -> str:

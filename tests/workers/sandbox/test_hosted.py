@@ -23,13 +23,17 @@ from workers.sandbox.kinds import (
     check_sandbox,
     remove_left_over_sandboxes,
 )
-from workers.sandbox.owners import HOST, OWNER, SAMPLE, own_label
+from workers.sandbox.owners import HOST, OWNER, SAMPLE, labels, own_label
 from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
 
 ROOT = Path(__file__).parents[3]
 KEY = f"e2b_{'0' * 40}"
 LIMITS = SandboxLimits(cpus=1, memory_mib=2048, disk_mib=2048, command_s=5, output_bytes=1000)
-ADDRESSES = {"e2b": ("E2B_API_URL", "E2B_SANDBOX_URL"), "modal": ("MODAL_SERVER_URL",)}
+ADDRESSES = {
+    "modal": ("MODAL_SERVER_URL",),
+    "daytona": ("DAYTONA_API_URL",),
+    "e2b": ("E2B_API_URL", "E2B_SANDBOX_URL"),
+}
 
 
 @pytest.fixture(params=list(ADDRESSES))
@@ -75,7 +79,17 @@ def check_modal_request(asked: Any) -> None:
     assert (definition.timeout_secs, definition.idle_timeout_secs) == (86_400, 3600)
 
 
-REQUESTS: dict[str, Callable[[Any], None]] = {"e2b": check_e2b_request, "modal": check_modal_request}
+def check_daytona_request(asked: dict[str, Any]) -> None:
+    assert "FROM tests/image" in asked["buildInfo"]["dockerfileContent"] and asked["networkBlockAll"] is True
+    assert (asked["cpu"], asked["memory"], asked["disk"]) == (1, 2, 2)
+    assert (asked["autoStopInterval"], asked["autoDeleteInterval"]) == (60, 0)
+
+
+REQUESTS: dict[str, Callable[[Any], None]] = {
+    "modal": check_modal_request,
+    "daytona": check_daytona_request,
+    "e2b": check_e2b_request,
+}
 
 
 def test_commands_files_and_limits(service: str, machines: Machines) -> None:
@@ -156,6 +170,7 @@ def test_a_key_or_image_that_the_service_refuses_is_named_before_the_run(
 NOT_HELD = [
     *(("e2b", name) for name in ("cpus", "memory_gib", "disk_gib", "processes")),
     *(("modal", name) for name in ("disk_gib", "processes")),
+    ("daytona", "processes"),
 ]
 
 
@@ -165,6 +180,19 @@ def test_a_limit_that_the_service_does_not_hold_is_refused(kind: str, name: str)
     setattr(settings, name, 2)
     with pytest.raises(ConfigError, match=rf"rollout\.sandbox\.{name}=2: "):
         check_sandbox(settings)
+
+
+@pytest.mark.parametrize("name", ["cpus", "memory_gib", "disk_gib"])
+def test_daytona_takes_whole_numbers(name: str) -> None:
+    settings = SandboxConfig(kind="daytona:tests/image")
+    setattr(settings, name, 1.5)
+    with pytest.raises(ConfigError, match=rf"rollout\.sandbox\.{name}=1\.5: "):
+        check_sandbox(settings)
+
+
+def test_labels_have_values_that_every_service_takes() -> None:
+    for sample, value in [("", "none"), ("a task/7", "a-task-7"), ("x" * 99, "x" * 63)]:
+        assert labels(own_label(sample))[SAMPLE] == value
 
 
 @pytest.mark.parametrize("kind", SERVICES)
