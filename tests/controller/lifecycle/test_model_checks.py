@@ -160,6 +160,7 @@ RING = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_
 EXPERTS = ("policy.parallel.expert_parallel=2",)
 TENSOR = ("policy.parallel.tensor_parallel=2",)
 GPU = "resources.device=cuda"
+ADAPTERS = "model.lora.sync=adapters"
 LORA = "model.lora.rank=4"
 SEQUENCE = 2 * 4 * 128 * 4 * 96 / 2**30
 """GiB: keys and values, 4 layers, 2 x 64 wide, float32, of 96 tokens."""
@@ -239,6 +240,8 @@ def write_model_weights() -> None:
             "virtual_stages=40",
         ),
         ({}, (LORA, "model.lora.target_modules=q_proj,c_attn"), "'c_attn'"),
+        (LATENT, (LORA, ADAPTERS), "without kv_b_proj"),
+        (LATENT, (LORA, ADAPTERS, "model.lora.target_modules=o_proj,kv_b_proj"), "without kv_b_proj"),
         ({}, ("rollout.tensor_parallel=3",), "rollout.tensor_parallel=3"),
         ({}, ("data.max_prompt_tokens=65",), "data.max_prompt_tokens"),
         ({}, ("rollout.max_model_tokens=129",), "rollout.max_model_tokens"),
@@ -305,6 +308,8 @@ def test_engines_that_read_no_weights_get_all(
         (SPARSE | {"model_type": "deepseek_v32"}, (GPU, "policy.parallel.pipeline_parallel=2")),
         (SPARSE, (GPU, LORA, "model.lora.target_modules=q_b_proj")),
         (LATENT, ()),
+        (LATENT, (LORA,)),
+        (LATENT, (LORA, ADAPTERS, "model.lora.target_modules=o_proj,q_b_proj")),
         ({}, (LORA, "model.lora.target_modules=q_proj, down_proj")),
         ({}, (LORA,)),
         ({}, (LORA, *TENSOR)),
