@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workers.config.model import LoraConfig
+from workers.config.model import ModelConfig
 from workers.engine.engine_options import LORA_RANKS
 from workers.errors import RolloutError
 
@@ -21,15 +21,33 @@ if TYPE_CHECKING:
 
 NAME = "policy"
 """vLLM's name for the adapters of the only policy."""
+EXPERTS = "experts"
+"""vLLM's name for the experts of a layer."""
 
 
-def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
+def adapter_arguments(model: ModelConfig) -> dict[str, Any]:
     """Return engine arguments. Raises StopIteration for a rank above the highest of `LORA_RANKS`."""
+    lora = model.lora
     if not lora.sends_adapters:
         return {}
     rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
     count = lora.policies * lora.versions if lora.policies > 1 else 1
-    return {"enable_lora": True, "max_loras": count, "max_lora_rank": rank}
+    arguments = {"enable_lora": True, "max_loras": count, "max_lora_rank": rank}
+    return arguments | _modules_beside_experts(model)
+
+
+def _modules_beside_experts(model: ModelConfig) -> dict[str, Any]:
+    """Return an argument with the modules of a mixture of experts that are adapted. By default vLLM keeps
+    room for adapters of every expert, and computes them with another kernel.
+    """
+    from workers.model.checkpoint.lora import names_of_targets
+    from workers.model.sharding.tensor_parallel import find_experts
+    from workers.model.skeleton import build_skeleton
+
+    policy = build_skeleton(model, Path(model.path), "lm", trained=True, weights=False).model
+    if not find_experts(policy):
+        return {}
+    return {"lora_target_modules": names_of_targets(policy, model.lora.target_modules)}
 
 
 class EngineAdapters:

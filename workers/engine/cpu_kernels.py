@@ -71,7 +71,10 @@ class GroupedAdapters(PunicaWrapperCPU):
         **options: Any,
     ) -> None:
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
-        self._of_tokens, self._of_logits = _groups(self.token_lora_indices), _groups(self.sampler_indices)
+        self._of_tokens, self._of_logits = (
+            groups_of_adapters(self.token_lora_indices),
+            groups_of_adapters(self.sampler_indices),
+        )
 
     def add_lora_linear(
         self,
@@ -116,7 +119,7 @@ class GroupedAdapters(PunicaWrapperCPU):
             flat[rows, : added.shape[-1]] += added
 
 
-def _groups(slots: Tensor) -> list[tuple[int, Tensor | slice]]:
+def groups_of_adapters(slots: Tensor) -> list[tuple[int, Tensor | slice]]:
     """Return adapters and their rows. slots: int64 [rows], -1 for none."""
     adapters = [slot for slot in slots.unique().tolist() if slot >= 0]
     if len(adapters) == 1 and bool((slots == adapters[0]).all()):

@@ -105,7 +105,7 @@ def engine_arguments(
         additional_config={FROZEN_VISION: not model.train_vision and not needs_frozen_tower(placement)},
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
-        **adapter_arguments(model.lora),
+        **adapter_arguments(model),
         **device,
     )
     check_engine_options(config.engine)
@@ -219,6 +219,7 @@ def _dtype(model: ModelConfig, on_cpu: bool) -> str:
 
 
 def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
+    import workers.engine.cpu_experts  # noqa: F401  # takes the place of vLLM's choice
     from workers.engine.cpu_kernels import NORMS, PROVIDER
 
     return {

@@ -21,6 +21,7 @@ from tests.benchmarks.families.published import published
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout import stand_ins
+from tests.workers.rollout.engines import NO_ADAPTERS
 from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, without_gpus
 from workers.batch.dataproto import DataProto
 from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
@@ -89,7 +90,9 @@ def change_all(policy: TrainingEngine) -> None:
                 parameter.to_local().add_(torch.randn(parameter.shape) * CHANGE)
 
 
-def start_replica(path: str, placement: str, dtype: str = "auto") -> LocalReplica:
+def start_replica(
+    path: str, placement: str, dtype: str = "auto", lora: LoraConfig = NO_ADAPTERS
+) -> LocalReplica:
     """A real vLLM engine, on a CPU, with the weight-transfer engine of a GPU's placement."""
     from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.model_executor.models import registry
@@ -108,7 +111,7 @@ def start_replica(path: str, placement: str, dtype: str = "auto") -> LocalReplic
         # look at it.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         config = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
-        model = ModelConfig(path=path, dtype=dtype)
+        model = ModelConfig(path=path, dtype=dtype, lora=lora)
         worker = VllmEngineActor(
             model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0
         )
@@ -270,6 +273,28 @@ def test_every_family_takes_what_it_is_sent(processes, tmp_path, family, placeme
 @pytest.mark.slow
 def test_adapters_arrive_merged(processes, tmp_path):
     check_transfer(processes, tmp_path / "model", "qwen3_moe", "apart", lora=4)
+
+
+def send_adapters(path: str) -> dict[str, Any]:
+    """Differences of log-probs after an update that sends A and B alone, and before."""
+    lora = LoraConfig(rank=4, sync="adapters")
+    policy = build_policy(path, lora.rank)
+    replica = start_replica(path, "shared_memory", lora=lora)
+    change_all(policy)
+    before = largest_difference(policy, replica)
+    replica.update_adapters(policy.adapter_files(), 1)
+    after = largest_difference(policy, replica)
+    replica.stop()
+    return {"changed": before, "sent": after}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_adapters_beside_experts_arrive_as_they_are(processes, tmp_path, family):
+    """vLLM's choice of a kernel for experts in an engine with adapters is of GPUs alone."""
+    (difference,) = processes.run(send_adapters, 1, save_model(tmp_path / "model", family))
+    assert difference["changed"] > 0.05, "the comparison cannot tell new adapters from none"
+    assert difference["sent"] < LOG_PROB_TOLERANCE
 
 
 @pytest.mark.slow
