@@ -1,9 +1,11 @@
-"""`python -m ballast show runs/NAME [--step N] [--session K] [--validation]`: what the samples of a run said.
+"""`ballast show runs/NAME [--step N] [--session K] [--validation] [--atif FOLDER]`: what samples said.
 
 without --session   a table of the step's recorded samples
 with it             one of them as a tree, see `controller.observability.session_tree`
+with --atif         every sample of the step as a file for Harbor's tools, see `ballast.pages.atif`
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ballast.pages.atif import write_trajectories
 from controller.lifecycle.session import exit_code
 from controller.observability.console import plain_console
 from controller.observability.run_folder import Row, RunFolder
@@ -36,9 +39,18 @@ def _show(arguments: Sequence[str] | None) -> None:
     parser.add_argument(
         "--validation", action="store_true", help="held-out responses instead of training samples"
     )
+    parser.add_argument(
+        "--atif",
+        type=Path,
+        metavar="FOLDER",
+        help="write every sample of the step as an ATIF trajectory with token ids (run.record_samples)",
+    )
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: there is no such folder. Give a folder like runs/NAME.")
+    if options.atif:
+        _export(options)
+        return
     run = RunFolder(options.folder)
     step = options.step
     number = options.session
@@ -64,6 +76,15 @@ def _show(arguments: Sequence[str] | None) -> None:
         _table(title, rows) if number is None else draw_tree(rows[number - 1], f"{title}, session {number}")
     )
     plain_console(sys.stdout).print(view, soft_wrap=False)
+
+
+def _export(options: argparse.Namespace) -> None:
+    if options.validation:
+        raise ConfigError("--validation: held-out responses have no token ids. Leave it out with --atif.")
+    if options.session is not None:
+        raise ConfigError(f"--session={options.session}: --atif writes every sample of a step. Leave it out.")
+    paths = write_trajectories(options.folder, options.step, options.atif)
+    print(f"{len(paths)} trajectories: {paths[0].parents[1]}")
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

@@ -110,7 +110,7 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
 
 def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
-    with _open_arrays(path) as arrays:
+    with open_arrays(path) as arrays:
         records = _from_bytes(arrays["records"])
         sample_rows, turns = (
             _rows(_unpack(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS
@@ -166,7 +166,7 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
 
     Raises DataError for a file that is missing or broken.
     """
-    with _open_arrays(path) as arrays:
+    with open_arrays(path) as arrays:
         tokens = _unpack("tokens", arrays)
         columns = _select_arrays("columns", arrays)
         trained = arrays["trained"]
@@ -250,7 +250,7 @@ def write_rows(path: Path, rows: RemoteBatch) -> None:
 
 def read_rows(path: Path) -> RemoteBatch:
     """Read rows to train on. Raises DataError for a file that is missing or broken."""
-    with _open_arrays(path) as arrays:
+    with open_arrays(path) as arrays:
         tokens = _unpack("tokens", arrays)
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
         columns = _select_arrays("columns", arrays) | objects
@@ -337,7 +337,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 @contextmanager
-def _open_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+def open_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     """Open a file for the block. Errors of both become a DataError."""
     try:
         with np.load(path, allow_pickle=False) as arrays:

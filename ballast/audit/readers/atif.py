@@ -44,8 +44,27 @@ def read(paths: list[Path]) -> Bundle:
             )
         for sequence in sequences:
             mask = sequence["loss_mask"]
-            rows.add(**sequence, sample=number, prompt_length=mask.index(1) if 1 in mask else len(mask))
+            rows.add(
+                **sequence,
+                **_outcome(trajectory, rows),
+                sample=number,
+                prompt_length=mask.index(1) if 1 in mask else len(mask),
+            )
     return rows.bundle("ATIF trajectories", MISSING, step=0)
+
+
+def _outcome(trajectory: Record, rows: Rows) -> dict[str, Any]:
+    """Return what ATIF has no field for, where `ballast show --atif` wrote it."""
+    final = trajectory.record("final_metrics").record("extra")
+    extra = trajectory.record("extra")
+    outcome: dict[str, Any] = {}
+    if final.has("reward"):
+        outcome["rewards"] = final.number("reward")
+    if isinstance(extra.values.get("prompt"), str):
+        outcome["group"] = rows.number("group", extra.text("prompt"))
+    if isinstance(extra.values.get("truncated"), bool):
+        outcome["truncated"] = int(extra.values["truncated"])
+    return outcome
 
 
 def _read_sequences(trajectory: Record) -> list[dict[str, list[Any]]]:
