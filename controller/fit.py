@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from controller.config import Config, load
+from controller.config.conditions import leave_out_cpu_settings
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.engines.fleet import RestartBudget
@@ -49,6 +50,8 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
         run_on(config, request.cluster)
         for key, path in config.model_paths.items():
             fetch_description(path, key, print)  # the page needs no other file
+    else:
+        leave_out_cpu_settings(config)
     check(config)
     dry_run(config, request)
     return None
@@ -66,6 +69,7 @@ def prepare(
     functions: passed to the call. step: replaces run.step. callbacks: see `training_loop.train`.
     Raises ConfigError, DataError or ResourceError.
     """
+    leave_out_cpu_settings(config)
     check(config, functions)
     if is_finished(config, config.run.steps, f"run.steps={config.run.steps}"):
         return None

@@ -20,6 +20,7 @@ import rich.console
 
 from ballast.doctor.report import Report, fail, looking_at, ok
 from controller.config import Config, load
+from controller.config.conditions import leave_out_cpu_settings
 from controller.lifecycle.model_checks import check_models
 from controller.lifecycle.session import exit_code, ray_session
 from controller.preflight.arguments import OneLineParser
@@ -68,6 +69,7 @@ def configuration(options: Namespace, report: Report) -> Config | None:
         overrides = options.overrides if options.config else (*ANYWHERE, *options.overrides)
         config = load(options.config, overrides)
         if options.config:
+            leave_out_cpu_settings(config)
             check(config)
             with looking_at("the models"):
                 check_models(config)

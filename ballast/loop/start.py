@@ -10,6 +10,7 @@ from functools import partial
 from ballast.loop.open_run import OpenRun
 from controller.checkpoints.run_lock import lock_run
 from controller.config import Config
+from controller.config.conditions import leave_out_cpu_settings
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.fit import training
 from controller.lifecycle.session import naming_what_is_left, ray_session, ready, report
@@ -31,6 +32,7 @@ def prepare_run(
     functions: passed to the call. Neither data nor a reward is needed. Raises as
     `controller.fit.prepare`.
     """
+    leave_out_cpu_settings(config)
     check(config, functions, needs_data=False)
     if config.rollout.max_staleness:
         raise ConfigError(

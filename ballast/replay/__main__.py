@@ -22,6 +22,7 @@ from balancing import CostModel
 from controller.actors.cluster_address import check_address, check_cluster
 from controller.checkpoints.progress import FOLDER, checkpoints_at
 from controller.config import Config, load_as
+from controller.config.conditions import leave_out_cpu_settings
 from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sections import TrackingConfig
 from controller.lifecycle.model_checks import check_models
@@ -112,6 +113,7 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
         if override.startswith("rollout.sampling."):
             raise ConfigError(f"{override}: samples and log-probs come from the run. Leave it out.")
     config = load_as(ReplayConfig, path, overrides)
+    leave_out_cpu_settings(config)
     if not trust_run:
         loss = config.algorithm.loss.function
         advantage_function = config.algorithm.advantage_function

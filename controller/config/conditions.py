@@ -1,5 +1,5 @@
-"""Conditions that sections name in `only_with`. Settings without effect are refused, and
-those of CPUs left out on GPUs.
+"""Conditions that sections name in `only_with`. Settings without effect are refused, and before that those
+of CPUs left out on GPUs.
 
 "model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a,
                                 KEY left empty
@@ -110,24 +110,32 @@ def holds(config: Any, condition: str) -> bool:
     return met[form] if form else bool(value)
 
 
-def check_settings_have_effect(config: Any) -> None:
-    """Raise CombinedConfigError with every changed setting that has no effect in this combination.
+def leave_out_cpu_settings(config: Any) -> None:
+    """Give settings of CPUs their default again on GPUs, with one line.
 
-    On GPUs, settings of CPUs get their default again, with one line. Those of GPUs are refused on CPUs: a run
-    that was written for GPUs and finds none should not begin.
+    Settings of GPUs are refused on CPUs instead: a run that was written for GPUs and finds none should not
+    begin.
     """
+    names: list[str] = []
+    for setting in settings(type(config)()) if config.uses_gpus else ():
+        value = value_of(config, setting.key)
+        if "CPUs" in setting.only_with and value != setting.default:
+            section, _, name = setting.key.rpartition(".")
+            setattr(value_of(config, section), name, setting.default)
+            names.append(f"{setting.key}={value}")
+    if names:
+        print(f"{', '.join(names)}: left out, because this run is on GPUs.", file=sys.stderr)
+
+
+def check_settings_have_effect(config: Any) -> None:
+    """Raise CombinedConfigError with every changed setting that has no effect in this combination."""
     errors: list[ConfigError] = []
-    left_out: list[str] = []
     for setting in settings(type(config)()):
         value = value_of(config, setting.key)
         if value == setting.default or setting.follows:
             continue
         condition = next((condition for condition in setting.only_with if not holds(config, condition)), None)
-        if condition == "CPUs":
-            section, _, name = setting.key.rpartition(".")
-            setattr(value_of(config, section), name, setting.default)
-            left_out.append(f"{setting.key}={value}")
-        elif condition is not None:
+        if condition is not None:
             needed = config.conditions[condition][0] if condition in config.conditions else condition
             errors.append(
                 ConfigError(
@@ -135,6 +143,4 @@ def check_settings_have_effect(config: Any) -> None:
                     f"{setting.key}."
                 )
             )
-    if left_out:
-        print(f"{', '.join(left_out)}: left out, because this run is on GPUs.", file=sys.stderr)
     raise_all(errors)

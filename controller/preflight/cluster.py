@@ -20,7 +20,7 @@ from balancing.time_model import machine_named
 from controller.actors.layout import Bundle, Pool, pools, role_requests, sum_reserved
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
-from controller.config.file import settings, value_of
+from controller.config.conditions import leave_out_cpu_settings
 from controller.observability.shown_text import shorten
 from workers.engine.placement import ranks_of_engine
 from workers.errors import ConfigError, ResourceError
@@ -110,17 +110,12 @@ def _gib_of(gpu: str) -> float:
 
 
 def run_on(config: Config, cluster: Cluster) -> None:
-    """Expect devices, models and data on the cluster. Say which settings of CPUs it leaves out."""
+    """Expect devices, models and data on the cluster, and leave out settings of CPUs on GPUs."""
     config.is_described = True
     config.described_gpus = cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
-    for setting in settings(Config()) if cluster.gpus else ():
-        value = value_of(config, setting.key)
-        if "CPUs" in setting.only_with and value != setting.default:
-            section, _, name = setting.key.rpartition(".")
-            setattr(value_of(config, section), name, setting.default)
-            print(f"{setting.key}={value}: left out, because the cluster runs on GPUs")
+    leave_out_cpu_settings(config)
 
 
 def place(config: Config, cluster: Cluster) -> Placement:

@@ -10,6 +10,7 @@ from typing import Any
 
 from controller.actors.layout import idle_gpus
 from controller.config import Config, load_as
+from controller.config.conditions import leave_out_cpu_settings
 from controller.config.python_rewards import GivenFunctions, Reward, give_rewards
 from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
@@ -88,6 +89,7 @@ def checked_settings(
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
     functions = give_rewards(config.reward, request.reward)
+    leave_out_cpu_settings(config)
     check_sampler(config, functions)
     return config, model, functions
 

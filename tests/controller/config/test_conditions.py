@@ -2,14 +2,28 @@
 it.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.config import Config
-from controller.config.conditions import CONDITIONS, check_settings_have_effect, effect_words, holds
+import ballast
+import ballast.replay.__main__ as replay
+from ballast import doctor
+from ballast.loop import start
+from ballast.sampling_commands import evaluate
+from controller import fit
+from controller.config import Config, load, to_yaml
+from controller.config.conditions import (
+    CONDITIONS,
+    check_settings_have_effect,
+    effect_words,
+    holds,
+    leave_out_cpu_settings,
+)
 from controller.config.file import Setting, settings, value_of
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import load_as
@@ -71,13 +85,90 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
     assert refused > 10
 
 
+CPU_SETTINGS = ("resources.device=cuda", "rollout.threads=2", "rollout.cpu_kv_cache_gib=3")
+
+
 def test_settings_of_cpus_are_left_out_on_gpus_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    cpu_settings = ("rollout.threads=2", "rollout.cpu_kv_cache_gib=3")
-    config = load_as(Config, None, ["model.path=model", "resources.device=cuda", *cpu_settings])
-    check_settings_have_effect(config)
+    config = load_as(Config, None, ["model.path=model", *CPU_SETTINGS])
+    leave_out_cpu_settings(config)
     assert config.rollout == Config().rollout
     line = "rollout.cpu_kv_cache_gib=3.0, rollout.threads=2: left out, because this run is on GPUs.\n"
     assert capsys.readouterr().err == line
+    leave_out_cpu_settings(config)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_check_changes_nothing(device: str) -> None:
+    config = load_as(Config, None, [*BASE, f"resources.device={device}", "rollout.threads=2"])
+    before = deepcopy(config)
+    if device == "cpu":
+        check_settings_have_effect(config)
+    else:
+        with refused("rollout.threads=2 has no effect"):
+            check_settings_have_effect(config)
+    assert config == before
+
+
+def run_folder_of(workspace: Path) -> Path:
+    folder = workspace / "runs" / "test"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(load("config.yaml")))
+    return folder
+
+
+DOORS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "fit": ("controller.fit.check", lambda _: fit.main(["--config", "config.yaml", *CPU_SETTINGS])),
+    "dry run": (
+        "controller.fit.check",
+        lambda _: fit.main(["--config", "config.yaml", "--dry-run", *CPU_SETTINGS]),
+    ),
+    "dry run of a cluster": (
+        "controller.fit.check",
+        lambda _: fit.main(
+            ["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,gpus=8,gpu=H100", *CPU_SETTINGS]
+        ),
+    ),
+    "Python": ("controller.fit.check", lambda _: ballast.fit("config.yaml", overrides=CPU_SETTINGS)),
+    "an own loop": (
+        "ballast.loop.start.check",
+        lambda _: start.prepare_run(load("config.yaml", CPU_SETTINGS)),
+    ),
+    "doctor": (
+        "ballast.doctor.check",
+        lambda _: doctor.main(["--config", "config.yaml", *CPU_SETTINGS]),
+    ),
+    "evaluate": (
+        "controller.sampling.jobs.check_sampler",
+        lambda _: evaluate.main(["--config", "config.yaml", *CPU_SETTINGS]),
+    ),
+    "replay": (
+        "ballast.replay.__main__.check_trusted",
+        lambda workspace: replay.settings(run_folder_of(workspace), CPU_SETTINGS),
+    ),
+}
+"""What a door calls when it has left out settings of CPUs, and the door."""
+
+
+class ReachedError(Exception):
+    """A door has come to its checks."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_settings_of_cpus_are_left_out_at_every_door(
+    door: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check, call = DOORS[door]
+
+    def stop(config: Any, *_: object, **__: object) -> None:
+        if isinstance(config, Config):
+            assert config.rollout.threads == Config().rollout.threads
+        raise ReachedError
+
+    monkeypatch.setattr(check, stop)
+    with pytest.raises(ReachedError):
+        call(workspace)
+    assert capsys.readouterr().err.count("left out, because this run is on GPUs.") == 1
 
 
 CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
