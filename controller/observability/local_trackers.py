@@ -3,11 +3,11 @@
     Tracker.log, .table --> SwanLab: a folder for `swanlab sync`, or its cloud
                         --> Trackio: `trackio show --project NAME`
 
-Both print about themselves, and raise errors of many types. Neither reaches the terminal as it is, and none
-ends a run.
+Both print about themselves, which does not reach the terminal. Both raise errors of many types, which
+`GuardedTracker` catches.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -30,15 +30,11 @@ class SwanLabTracker(Tracker):
         project: str,
         name: str,
         config_values: Mapping[str, Any],
-        log: Callable[[str], None],
         id: str = "",
     ) -> None:
-        """log: prints a line. id: of the run to resume, or empty. Raises ConfigError if SwanLab cannot
-        start.
-        """
+        """id: of the run to resume, or empty. Raises ConfigError if SwanLab cannot start."""
         import swanlab
 
-        self._log = log
         self._text = swanlab.Text
         with _starting("swanlab", "SWANLAB_MODE=offline needs neither key nor network"):
             self._run = swanlab.init(
@@ -52,16 +48,16 @@ class SwanLabTracker(Tracker):
         self.id = str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with _reported("SwanLab", step, self._log):
+        with _silent():
             self._run.log(dict(metrics), step=step)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log the rows as text, a Markdown table: SwanLab's tables hold no mixed types."""
-        with _reported("SwanLab", step, self._log):
+        with _silent():
             self._run.log({name: self._text(markdown(rows))}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
-        with _reported("SwanLab", None, self._log):
+        with _silent():
             self._run.finish(
                 state="success" if succeeded else "crashed", error=None if succeeded else "failed"
             )
@@ -75,15 +71,11 @@ class TrackioTracker(Tracker):
         project: str,
         name: str,
         config_values: Mapping[str, Any],
-        log: Callable[[str], None],
         id: str = "",
     ) -> None:
-        """log: prints a line. id: name of the run to resume, or empty. Raises ConfigError if Trackio cannot
-        start.
-        """
+        """id: name of the run to resume, or empty. Raises ConfigError if Trackio cannot start."""
         import trackio
 
-        self._log = log
         self._table = trackio.Table
         self._finish = trackio.finish
         with _starting("trackio", "Check TRACKIO_DIR"):
@@ -100,18 +92,18 @@ class TrackioTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step. Trackio keeps numbers in JSON, which has no NaN: such values are null."""
-        with _reported("Trackio", step, self._log):
+        with _silent():
             self._run.log({name: finite(value) for name, value in metrics.items()}, step=step)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         table = tabular(rows)
-        with _reported("Trackio", step, self._log):
+        with _silent():
             trackio_table = self._table(columns=table["columns"], data=table["data"], allow_mixed_types=True)
             self._run.log({name: trackio_table}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
         """End the run. Trackio has no state for a run that failed: a metric says so."""
-        with _reported("Trackio", None, self._log):
+        with _silent():
             self._run.log({"run/succeeded": float(succeeded)})
             self._finish()  # the run's own would leave it open for Trackio's end of the process
 
@@ -119,18 +111,13 @@ class TrackioTracker(Tracker):
 @contextmanager
 def _starting(name: str, fix: str) -> Iterator[None]:
     try:
-        with redirect_stdout(StringIO()):
+        with _silent():
             yield
     except Exception as error:
         raise ConfigError(f"tracking.{name}: {one_line(error).rstrip('.')}. {fix}.") from error
 
 
 @contextmanager
-def _reported(service: str, step: int | None, log: Callable[[str], None]) -> Iterator[None]:
-    """Print an error as a line: the run's own files have what the service misses."""
-    try:
-        with redirect_stdout(StringIO()):
-            yield
-    except Exception as error:
-        place = "the end" if step is None else f"step {step}"
-        log(f"{service}: {one_line(error).rstrip('.')}. It misses {place}, which the run's folder has")
+def _silent() -> Iterator[None]:
+    with redirect_stdout(StringIO()):
+        yield

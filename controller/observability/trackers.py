@@ -3,13 +3,14 @@
     a step's metrics --> Tracker.log of each: Ray (Prometheus) | TensorBoard | Weights & Biases | MLflow |
     some samples --> Tracker.table of all but Ray's                      SwanLab, Trackio (local_trackers.py)
 
-An unreachable service does not stop a run. Keys and addresses come from the services' environment variables
+No failure of a service stops a run (`GuardedTracker`). Keys and addresses come from the services' environment variables
 (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
 """
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from controller.observability.local_trackers import SwanLabTracker, TrackioTrack
 from controller.observability.ray_metrics import RayMetrics
 from controller.observability.run_folder import Tracker, writing
 from controller.observability.tracker_tables import markdown, tabular
-from workers.errors import ConfigError
+from workers.errors import ConfigError, one_line
 
 
 class RayTracker(Tracker):
@@ -193,6 +194,42 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".")
 
 
+class GuardedTracker(Tracker):
+    """Prints a line for a tracker's first failure, and counts the others: the run's own files have what it
+    misses.
+    """
+
+    def __init__(self, tracker: Tracker, service: str, log: Callable[[str], None]) -> None:
+        self._tracker = tracker
+        self._service = service
+        self._log = log
+        self._failures = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._guarding(f"metrics of step {step}"):
+            self._tracker.log(step, metrics)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        with self._guarding(f"{name} of step {step}"):
+            self._tracker.table(name, step, rows)
+
+    def close(self, *, succeeded: bool) -> None:
+        with self._guarding("the end of the run"):
+            self._tracker.close(succeeded=succeeded)
+        if self._failures > 1:
+            self._log(f"{self._service}: {self._failures} records failed. The run's folder has them")
+
+    @contextmanager
+    def _guarding(self, missed: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # services raise errors of every type
+            self._failures += 1
+            if self._failures == 1:
+                reason = one_line(error).rstrip(".")
+                self._log(f"{self._service}: {reason}. It misses {missed}, which the run's folder has")
+
+
 def open_trackers(
     config: TrainingConfig,
     resumed_ids: Mapping[str, str],
@@ -208,9 +245,9 @@ def open_trackers(
     folder = config.run_folder
     tracking = config.tracking
     folder.mkdir(parents=True, exist_ok=True)
-    trackers: list[Tracker] = [RayTracker(exported)]
+    trackers: dict[str, Tracker] = {"Ray's metrics": RayTracker(exported)}
     if tracking.tensorboard:
-        trackers.append(TensorBoardTracker(folder / "tensorboard", last_step=last_step))
+        trackers["TensorBoard"] = TensorBoardTracker(folder / "tensorboard", last_step=last_step)
     resumed_ids = resumed_ids if config.run.resume == "auto" else {}
     run = (
         tracking.project,
@@ -220,18 +257,18 @@ def open_trackers(
     ids: dict[str, str] = {}
     if tracking.wandb:
         wandb = WandbTracker(folder, *run, id=resumed_ids.get("wandb", ""))
-        trackers.append(wandb)
+        trackers["W&B"] = wandb
         ids["wandb"] = wandb.id
     if tracking.mlflow:
         mlflow = MlflowTracker(*run, log, id=resumed_ids.get("mlflow", ""))
-        trackers.append(mlflow)
+        trackers["MLflow"] = mlflow
         ids["mlflow"] = mlflow.id
     if tracking.swanlab:
-        swanlab = SwanLabTracker(folder, *run, log, id=resumed_ids.get("swanlab", ""))
-        trackers.append(swanlab)
+        swanlab = SwanLabTracker(folder, *run, id=resumed_ids.get("swanlab", ""))
+        trackers["SwanLab"] = swanlab
         ids["swanlab"] = swanlab.id
     if tracking.trackio:
-        trackio = TrackioTracker(*run, log, id=resumed_ids.get("trackio", ""))
-        trackers.append(trackio)
+        trackio = TrackioTracker(*run, id=resumed_ids.get("trackio", ""))
+        trackers["Trackio"] = trackio
         ids["trackio"] = trackio.id
-    return trackers, ids
+    return [GuardedTracker(tracker, name, log) for name, tracker in trackers.items()], ids
