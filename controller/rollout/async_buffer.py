@@ -31,6 +31,7 @@ from controller.rollout.buffer import RolloutBuffer, sample_requests
 from controller.rollout.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
 from controller.rollout.samples import RolloutBatch, assemble
 from workers.batch.dataproto import DataProto
+from workers.batch.remote_batch import fetch_objects
 from workers.batch.score import Score
 from workers.engine.requests import SampleResult
 from workers.errors import DataError, RolloutError
@@ -255,11 +256,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
 
 def _finished_samples(group: Group) -> list[FinishedSample]:
-    blocks: dict[ObjectRef, DataProto] = {}
+    blocks = fetch_objects(reference for _, reference in group.finished.values())
     samples = []
     for key, (result, reference) in sorted(group.finished.items()):
-        if reference not in blocks:
-            blocks[reference] = ray.get(reference)
         rows = [blocks[reference].row(row) for row in result.rows]
         samples.append(FinishedSample(result, rows, group.scores.get(key)))
     for result in group.dropped:

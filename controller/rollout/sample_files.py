@@ -7,7 +7,7 @@
     update       new log-probs, metrics --write_log_probs--> runs/NAME/samples/log-probs-3.npz
 
 Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read
-without pickle.
+without pickle. Writing raises LostError for tokens of a node that is gone.
 """
 
 import json
@@ -28,7 +28,7 @@ from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from controller.rollout.update_record import UpdateRecord
 from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
 from workers.batch.placed_images import Image, Placed, PlacedImage, keys
-from workers.batch.remote_batch import IMAGES, RemoteBatch, fetch_images, places
+from workers.batch.remote_batch import IMAGES, RemoteBatch, fetch_images, fetch_objects, places
 from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
@@ -234,8 +234,7 @@ def write_log_probs(path: Path, record: UpdateRecord) -> None:
 
 def _fetch_column(column: np.ndarray) -> np.ndarray:
     """Fetch a token column, one row after the other."""
-    refs = list(dict.fromkeys(ref for ref, _, _ in column))
-    blocks = dict(zip(refs, ray.get(refs), strict=True))
+    blocks = fetch_objects(ref for ref, _, _ in column)
     rows = [blocks[ref].row(row)[name] for ref, name, row in column]
     return np.concatenate(rows) if rows else np.empty(0, np.float32)
 
@@ -283,8 +282,7 @@ def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
 
 def _fetch_rows(rows: Sequence[tuple[Any, int]]) -> DataProto:
     """Fetch rows of tokens, each by the reference and the row of its block."""
-    refs = list(dict.fromkeys(ref for ref, _ in rows))
-    blocks = dict(zip(refs, ray.get(refs), strict=True))
+    blocks = fetch_objects(ref for ref, _ in rows)
     return DataProto.from_rows([blocks[ref].row(row) for ref, row in rows])
 
 

@@ -23,6 +23,7 @@ from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
 from controller.sampling.jobs import Job, JobRequest, checked_settings, describe_job, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
+from workers.batch.remote_batch import fetch_objects
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -276,13 +277,11 @@ def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) 
 
 
 def _line(job: Job, sampled: Sampled) -> Line:
-    import ray
-
     result = sampled.result
     config = job.config
     prompt = job.prompts[result.uid]
     line = as_line(result, sampled.score, prompt, config.data.prompt_key, rewarded=config.rewarded)
     if not config.writes_tokens:
         return line
-    block: DataProto = ray.get(sampled.block)
+    block: DataProto = fetch_objects([sampled.block])[sampled.block]
     return line | token_columns(result, [block.row(row) for row in result.rows])

@@ -16,7 +16,7 @@ import numpy as np
 
 from workers.batch.dataproto import DataProto, object_column, wrong_length
 from workers.batch.placed_images import Image, PlacedImage
-from workers.errors import DataError
+from workers.errors import DataError, LostError, clause
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -42,6 +42,19 @@ def store_images(images: Iterable[PlacedImage], refs: dict[int, "ObjectRef"]) ->
     return tuple(replace(placed_image, image=put(placed_image.image)) for placed_image in images)
 
 
+def fetch_objects(refs: Iterable[Any]) -> dict[Any, Any]:
+    """Fetch objects by their references, each once. Raises LostError if the node that held one is gone."""
+    import ray
+
+    names = list(dict.fromkeys(refs))
+    if not names:  # a call with none would start a Ray
+        return {}
+    try:
+        return dict(zip(names, ray.get(names), strict=True))
+    except ray.exceptions.RayError as error:
+        raise LostError(f"tokens were on a node that was lost: {clause(error)}") from error
+
+
 def fetch_images(column: np.ndarray) -> np.ndarray:
     """Return a column of images with their PNG bytes, each content fetched once."""
     import ray
@@ -50,8 +63,8 @@ def fetch_images(column: np.ndarray) -> np.ndarray:
         placed_image.image.digest: placed_image.image.data for images in column for placed_image in images
     }
     refs = {digest: content for digest, content in data.items() if isinstance(content, ray.ObjectRef)}
-    if refs:  # a call with none would start a Ray
-        data |= dict(zip(refs, ray.get(list(refs.values())), strict=True))
+    contents = fetch_objects(refs.values())
+    data |= {digest: contents[ref] for digest, ref in refs.items()}
 
     def read(placed_image: PlacedImage) -> PlacedImage:
         return replace(placed_image, image=replace(placed_image.image, data=data[placed_image.image.digest]))
@@ -159,13 +172,10 @@ class RemoteBatch:
 
     def gather(self, unread: Collection[str] = ()) -> DataProto:
         """Fetch the rows as tensors, in the worker that needs them, without the columns `unread`. Raises
-        DataError if rows differ in length.
+        DataError if rows differ in length, and LostError.
         """
-        import ray
-
         read = {name: column for name, column in self.tokens.items() if name not in unread}
-        refs = list(dict.fromkeys(ref for column in read.values() for ref, _, _ in column))
-        blocks = dict(zip(refs, ray.get(refs), strict=True))
+        blocks = fetch_objects(ref for column in read.values() for ref, _, _ in column)
         rows = {name: _rows(column, blocks) for name, column in read.items()}
         lengths = {}
         for name, token_rows in rows.items():

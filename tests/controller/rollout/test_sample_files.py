@@ -1,5 +1,6 @@
 """The samples of a step in a file."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
+from ray.core.generated.common_pb2 import Address
 
 from controller.observability.run_folder import RunWriter, recorded_steps, step_file
 from controller.rollout.sample_files import (
@@ -14,19 +17,24 @@ from controller.rollout.sample_files import (
     StoredSamples,
     read_samples,
     read_step,
+    write_log_probs,
+    write_rows,
     write_samples,
     write_step,
+    write_update,
 )
 from controller.rollout.samples import RolloutBatch
+from controller.rollout.update_record import UpdateRecord
 from tests.refusals import refused
 from workers.agents.session import Session
 from workers.batch.dataproto import DataProto, object_column
-from workers.batch.remote_batch import RemoteBatch, places
+from workers.batch.placed_images import Image, PlacedImage
+from workers.batch.remote_batch import RemoteBatch, fetch_images, places
 from workers.batch.score import Score
 from workers.engine.branches import branches_of
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.engine.requests import Response, SampleResult
-from workers.errors import DataError, OutputError
+from workers.errors import DataError, LostError, OutputError
 
 ROWS = [
     [
@@ -187,6 +195,39 @@ def test_a_file_that_is_missing_broken_or_cannot_be_written_is_named(tmp_path: P
     (tmp_path / "samples").touch()
     with refused("samples/step-1.npz", OutputError):
         write_step(step_file(tmp_path, 1), samples())
+
+
+def images_of_a_node() -> np.ndarray:
+    image = Image(1, 8, 8, ray.ObjectRef(b"0" * 28))
+    return object_column([(PlacedImage(image, 0, 1),)])
+
+
+FETCHES: dict[str, Callable[[Path], Any]] = {
+    "write_step": lambda path: write_step(path, samples()),
+    "write_update": lambda path: write_update(
+        path, samples().samples.with_tokens(advantages=samples().samples.tokens["input_ids"]), []
+    ),
+    "write_log_probs": lambda path: write_log_probs(
+        path, UpdateRecord(samples().samples.tokens["input_ids"])
+    ),
+    "write_rows": lambda path: write_rows(path, samples().samples),
+    "gather": lambda _: samples().samples.gather(),
+    "images": lambda _: fetch_images(images_of_a_node()),
+}
+"""What fetches tokens or images on the driver."""
+
+
+@pytest.mark.parametrize("name", FETCHES)
+def test_tokens_of_a_lost_node_end_the_attempt_and_not_the_program(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(refs: list[Any]) -> None:
+        raise ray.exceptions.ObjectLostError("00", Address(), "")
+
+    monkeypatch.setattr(ray, "get", lose)
+    with refused("a node that was lost", LostError):
+        FETCHES[name](tmp_path / "step-1.npz")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_resumes_forgets_the_samples_of_later_steps(tmp_path: Path) -> None:
