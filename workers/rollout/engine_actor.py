@@ -13,6 +13,7 @@ import asyncio
 import time
 from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,14 @@ class VllmEngineActor:
         check_sandbox(self.config.sandbox)
         export_settings(self.config.sandbox)
         remove_left_over_sandboxes(self.config.sandbox)
+
+    def _remove_sandboxes(self) -> None:
+        """Remove those of environments that ended with their process."""
+        from workers.sandbox.kinds import remove_left_over_sandboxes
+        from workers.sandbox.protocol import SandboxError
+
+        with suppress(SandboxError):  # the next start tries again, and its error is told
+            remove_left_over_sandboxes(self.config.sandbox)
 
     def _make_agent_pool(self, agent: bytes) -> AgentPool:
         rollout = self.config
@@ -446,6 +455,8 @@ class VllmEngineActor:
         self._engine = None
         if self._environments is not None:
             await self._environments.stop()
+            if self.config.sandbox.kind:
+                await asyncio.to_thread(self._remove_sandboxes)
         if self._gateway is not None:
             await self._gateway.stop()
         await asyncio.to_thread(end_engine, engine)

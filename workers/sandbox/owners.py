@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 
 from workers.sandbox.protocol import SandboxLabel
 
@@ -41,10 +42,11 @@ def _name(pid: int) -> str:
     """
     import psutil
 
-    try:
-        start = int(psutil.Process(pid).create_time() * 100)
-    except psutil.Error:
-        start = 0
+    start = 0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:  # in a container, init may bury nobody
+            start = int(process.create_time() * 100)
     return f"{host_name()}_{pid}_{start}"
 
 

@@ -59,10 +59,6 @@ class SandboxToolPool(ToolPool):
         finally:
             await self._in_thread(sandbox.stop)
 
-    async def stop(self) -> None:
-        await super().stop()
-        await self._in_thread(remove_left_over_sandboxes, self._sandbox)
-
     async def _call_in(self, sandbox: Sandbox, name: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         if name not in CALLS:
             return await self._call(name, arguments)

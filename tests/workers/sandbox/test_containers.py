@@ -1,5 +1,6 @@
 """Docker and Podman, by a stand-in for their command lines: what they are asked, and what is left."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,14 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import psutil
 import pytest
 
+from workers.config.roles import RolloutConfig
 from workers.config.sandbox import SandboxConfig
 from workers.errors import ConfigError, EpisodeError
+from workers.rollout.engine_actor import VllmEngineActor
 from workers.sandbox.containers import ContainerSandbox
-from workers.sandbox.kinds import _check_kind, check_sandbox, open_sandbox, remove_left_over_sandboxes
+from workers.sandbox.kinds import (
+    VARIABLE,
+    _check_kind,
+    check_sandbox,
+    export_settings,
+    open_run_sandbox,
+    open_sandbox,
+    remove_left_over_sandboxes,
+)
 from workers.sandbox.owners import OWNER, own_label
 from workers.sandbox.protocol import SandboxError, SandboxFileError, SandboxLimits
+from workers.user_code.environments import EnvironmentPool
 
 ROOT = Path(__file__).parents[3]
 CLIENT = Path(__file__).with_name("fake_container_client.py")
@@ -123,6 +137,44 @@ def test_the_next_start_removes_what_a_killed_owner_left(program: str) -> None:
         subprocess.run([program, "run", *foreign], check=True)
         assert remove_left_over_sandboxes(settings) == 1
         assert len(containers()) == 2, "a living run's, and another machine's"
+
+
+def test_an_owner_that_nobody_buried_has_ended(program: str) -> None:
+    code = OWNER_CODE.format(program=program)
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as owner:
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        assert psutil.Process(owner.pid).status() == psutil.STATUS_ZOMBIE
+        assert remove_left_over_sandboxes(SandboxConfig(kind=f"{program}:tests/image")) == 1
+
+
+class NeverStops:
+    """An environment that leaves its sandbox to the end of its process."""
+
+    def reset(self, record: dict[str, Any]) -> str:
+        open_run_sandbox("3").start()
+        return "A shell."
+
+
+def test_the_end_of_an_engine_removes_what_its_environments_left(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    sandbox = SandboxConfig(kind=f"{program}:tests/image")
+    export_settings(sandbox)
+    engine = VllmEngineActor.__new__(VllmEngineActor)  # without vLLM
+    engine.config = RolloutConfig(sandbox=sandbox)
+    engine._engine = engine._gateway = None
+    engine._environments = EnvironmentPool(cloudpickle.dumps(NeverStops), 20.0)
+
+    async def play() -> None:
+        assert engine._environments is not None
+        async with engine._environments.episode() as environment:
+            await environment.reset({})
+        assert len(containers()) == 1
+        await engine.stop()
+
+    asyncio.run(play())
+    assert not containers()
 
 
 def test_an_agent_reaches_the_gateway_through_a_mounted_file(program: str) -> None:
