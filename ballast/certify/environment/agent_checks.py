@@ -6,7 +6,8 @@ record --AgentPool: a process--> agent --HTTP--> Script: a policy of the panel
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ballast.certify.environment.failures import failure_findings
 from ballast.certify.environment.leaks import leak_findings
@@ -16,6 +17,7 @@ from ballast.certify.environment.rewards import Payments, best_oracle, payment_f
 from ballast.certify.environment.scripted_server import Script, serving
 from ballast.certify.findings import Finding, Level
 from workers.agents.processes import AgentPool, session_variables
+from workers.config.sandbox import SandboxConfig
 from workers.environment import Observation
 from workers.errors import EpisodeError
 
@@ -26,7 +28,9 @@ KEY = "certify"  # of the HTTP address, which asks for none
 
 @dataclass(frozen=True)
 class TriedAgent:
-    """packed: the agent, or a command line. place: its setting. memory_gib, processes: of a session."""
+    """packed: the agent, or a command line, which runs in the sandbox. place: its setting. memory_gib,
+    processes: of a session.
+    """
 
     packed: bytes | str
     place: str
@@ -36,9 +40,15 @@ class TriedAgent:
     max_turns: int
     memory_gib: float
     processes: int
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def new_pool(self) -> AgentPool:
-        return AgentPool(self.packed, self.timeout_s, memory_gib=self.memory_gib, processes=self.processes)
+        limits: dict[str, Any] = {"memory_gib": self.memory_gib, "processes": self.processes}
+        if isinstance(self.packed, str) and self.sandbox.kind:
+            from workers.sandbox.pools import SandboxAgentPool
+
+            return SandboxAgentPool(self.packed, self.timeout_s, sandbox=self.sandbox, **limits)
+        return AgentPool(self.packed, self.timeout_s, **limits)
 
 
 @dataclass

@@ -23,7 +23,24 @@ CHECK = "environment and tools"
 
 
 def check_environments(subject: Subject, certificate: Certificate) -> None:
-    """Try what plays the episodes of a configuration, and its judge."""
+    """Try what plays the episodes of a configuration, and its judge. Raises ConfigError for a sandbox that
+    this machine cannot make.
+    """
+    sandbox = subject.config.rollout.sandbox
+    if not sandbox.kind:
+        _check_players(subject, certificate)
+        return
+    from workers.sandbox.kinds import check_sandbox, export_settings, remove_left_over_sandboxes
+
+    check_sandbox(sandbox)
+    export_settings(sandbox)
+    try:
+        _check_players(subject, certificate)
+    finally:
+        remove_left_over_sandboxes(sandbox)
+
+
+def _check_players(subject: Subject, certificate: Certificate) -> None:
     rollout = subject.config.rollout
     if subject.environment:
         _check_environment(subject, certificate)
@@ -69,6 +86,7 @@ def _check_agent(subject: Subject, certificate: Certificate) -> None:
         rollout.max_turns,
         rollout.agent_memory_gib,
         rollout.agent_processes,
+        rollout.sandbox,
     )
     report = asyncio.run(check_agent(target, subject.records))
     if report.other_routes:
@@ -83,7 +101,11 @@ def _check_tools(subject: Subject, certificate: Certificate) -> None:
     config = subject.config
     rollout = config.rollout
     target = TriedTools(
-        subject.tools, config.reward.timeout_s, rollout.max_tool_calls, rollout.max_tool_characters
+        subject.tools,
+        config.reward.timeout_s,
+        rollout.max_tool_calls,
+        rollout.max_tool_characters,
+        rollout.sandbox,
     )
     texts = [as_text(record[subject.prompt_key]) for record in subject.records[:3]]
     findings, calls = asyncio.run(check_tools(target, texts))

@@ -10,13 +10,16 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ballast.certify.environment.policies import ODD, tool_call
+from ballast.certify.environment.sandbox_checks import check_sandbox_tools
 from ballast.certify.findings import Finding, Level
+from workers.config.sandbox import SandboxConfig
 from workers.environment import Turn
+from workers.sandbox import tools as sandbox_tools
 from workers.user_code.functions import Tools
 from workers.user_code.tools import ToolPool
 
@@ -32,12 +35,13 @@ PLACE = "rollout.tools"
 
 @dataclass(frozen=True)
 class TriedTools:
-    """tools: functions and their schemas. max_calls, max_characters: as in rollout."""
+    """tools: functions and their schemas. max_calls, max_characters, sandbox: as in rollout."""
 
     tools: Tools
     timeout_s: float
     max_calls: int
     max_characters: int
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def new_pool(self) -> ToolPool:
         limits = {"max_calls": self.max_calls, "max_characters": self.max_characters}
@@ -45,7 +49,16 @@ class TriedTools:
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        return [schema["function"] for schema in self.tools.schemas]
+        """Schemas of those that run outside of a sandbox."""
+        functions = [schema["function"] for schema in self.tools.schemas]
+        return [function for function in functions if function["name"] not in self.sandbox_names]
+
+    @property
+    def sandbox_names(self) -> set[str]:
+        """Names of those that act in the sample's sandbox."""
+        if not self.sandbox.kind:
+            return set()
+        return {schema["function"]["name"] for schema in self.tools.schemas} & set(sandbox_tools.__all__)
 
 
 async def check_tools(target: TriedTools, texts: Sequence[str]) -> tuple[list[Finding], int]:
@@ -59,7 +72,12 @@ async def check_tools(target: TriedTools, texts: Sequence[str]) -> tuple[list[Fi
     finally:
         await caller.pool.stop()
         await second.pool.stop()
-    return findings, caller.calls + second.calls
+    calls = caller.calls + second.calls
+    if target.sandbox_names:
+        more, sandbox_calls = await check_sandbox_tools(target.sandbox, target.sandbox_names, PLACE)
+        findings += more
+        calls += sandbox_calls
+    return findings, calls
 
 
 class Caller:
