@@ -232,7 +232,7 @@ def _follow_renames(part: DictConfig, known_settings: Mapping[str, Setting], sou
         _print_once(f"{source}{', '.join(new_names[:3])}{rest}. The next version refuses the old names.")
 
 
-NAMES_IN_A_TEXT = ("model.lora.target_modules",)
+NAMES_IN_A_TEXT = ("model.lora.target_modules", "model.lora.target_parameters")
 """Settings that are names separated by commas, and may be a list."""
 
 

@@ -53,6 +53,11 @@ def check_engine_adapters(config: Config) -> None:
         raise ConfigError(
             f"model.lora.rank={lora.rank}: with {several}, the limit is {LORA_RANKS[-1]}. Lower it."
         )
+    if lora.target_parameters and lora.target_parameters.count("experts.") != 2:
+        raise ConfigError(
+            f"model.lora.target_parameters={lora.target_parameters}: with {several}, vLLM takes both weights "
+            "of experts or none. Set experts.gate_up_proj,experts.down_proj."
+        )
     if config.rollout_placement == "colocated":
         raise ConfigError(
             f"rollout.placement=colocated: engines that sleep lose the base model, which {several} never "

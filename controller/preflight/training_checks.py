@@ -19,6 +19,7 @@ from workers.errors import CheckpointError, ConfigError, Problems, check_togethe
 from workers.model.rules.model_rules import kernel_problem
 from workers.rendering import RESERVED
 
+RANKS_OF_EXPERTS = 8  # 16 bytes of bfloat16, a row's step in torch's grouped products on GPUs
 LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 
 
@@ -36,9 +37,21 @@ def check_run(config: TrainingConfig) -> None:
         lambda: _check_name(config),
         lambda: _check_resume(config.run.resume),
         lambda: _check_hub(config),
+        lambda: _check_rank_of_experts(config),
         lambda: check_writable(config.run_folder, "run.dir"),
         lambda: check_address(config),
     )
+
+
+def _check_rank_of_experts(config: TrainingConfig) -> None:
+    """Raise ConfigError for a rank at which torch's grouped products of half precision refuse their rows."""
+    lora = config.model.lora
+    in_half = config.uses_gpus and config.compute_dtype != "float32"
+    if lora.target_parameters and lora.rank % RANKS_OF_EXPERTS and in_half:
+        raise ConfigError(
+            f"model.lora.rank={lora.rank}: with model.lora.target_parameters GPUs take multiples of "
+            f"{RANKS_OF_EXPERTS}. Set {lora.rank + -lora.rank % RANKS_OF_EXPERTS}."
+        )
 
 
 def _check_name(config: TrainingConfig) -> None:

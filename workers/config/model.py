@@ -23,7 +23,7 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A. Only A and B are trained."""
 
     only_with = (
-        (".rank above 0", "alpha, rslora, path, target_modules, policies, sync"),
+        (".rank above 0", "alpha, rslora, path, target_modules, target_parameters, policies, sync"),
         (".policies above 1", "versions"),
         ("engines", "sync"),
     )
@@ -43,6 +43,11 @@ class LoraConfig:
         ALL_LINEAR,
         "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. "
         "`all-linear` is every linear module except the output layer.",
+    )
+    target_parameters: str = setting(
+        "",
+        "Fused weights of experts that get an adapter for each expert: `experts.gate_up_proj`, "
+        "`experts.down_proj` or both. Empty leaves experts as they are.",
     )
     sync: str = setting(
         "merged",

@@ -98,9 +98,7 @@ class PackedModel(nn.Module):
     @property
     def layer_matrices(self) -> set[nn.Parameter]:
         """Return the weights of the layers that are matrices, and those of experts, [E, A, B]."""
-        experts = {
-            parameter for module in find_experts(self.model) for parameter in module.parameters(recurse=False)
-        }
+        experts = {parameter for module in find_experts(self.model) for parameter in module.parameters()}
         named = [item for layer in self.layers for item in layer.named_parameters()]
         matrices = [parameter for name, parameter in named if not is_vector(name, parameter)]
         return {

@@ -169,6 +169,9 @@ model.lora.policies=2 model.lora.rank=8
 model.lora.rank=513 model.lora.policies=2
 model.lora.rank=513 model.lora.sync=adapters
 model.lora.sync model.lora.sync=adapters
+model.lora.target_parameters model.lora.target_parameters=experts.down_proj
+model.lora.target_parameters=experts.down_proj model.lora.sync=adapters model.lora.rank=8
+model.lora.rank=12 model.lora.target_parameters=experts.down_proj resources.device=cuda
 rollout.placement=colocated model.lora.sync=adapters model.lora.rank=8 resources.device=cuda
 rollout.weight_sync=delta model.lora.sync=adapters model.lora.rank=8
 rollout.placement=colocated model.lora.policies=2 model.lora.rank=8 resources.device=cuda

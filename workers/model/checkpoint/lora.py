@@ -31,6 +31,7 @@ from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights
 from workers.model.checkpoint.stored_adapters import ADAPTER, is_adapter, load_adapters
 from workers.model.model import decoder_of, described
+from workers.model.moe.expert_adapters import add_expert_adapters, expert_adapters, stored_expert_weights
 from workers.model.rules.model_rules import WITHOUT_LINEAR
 from workers.model.sharding.parallel import full_tensor
 
@@ -62,12 +63,16 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         torch.manual_seed(0)
         # Adapters of a skeleton on the meta device have no memory.
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=base.is_meta)
-    for name, layer in _adapted_layers(model).items():
+        add_expert_adapters(model, config)
+    if config.target_parameters:
+        names = config.target_parameters.split(",")
+        model.peft_config[ADAPTER].target_parameters = sorted(name.strip() for name in names)
+    for name, layer in _peft_layers(model).items():
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
                 f"model.lora.target_modules={config.target_modules} gives the fused experts {name} an "
-                "adapter, which cannot be merged into what engines get. Name modules of attention alone, "
-                "as in q_proj,v_proj."
+                "adapter. Name modules of attention alone, as in q_proj,v_proj, and experts in "
+                "model.lora.target_parameters."
             )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
@@ -97,11 +102,15 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
     `device`.
     """
     # Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
-    layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
+    merges = {
+        f"{name}.base_layer.weight": partial(_merged, layer, device)
+        for name, layer in _peft_layers(model).items()
+    }
+    merges |= {name: partial(adapter.merged, device) for name, adapter in expert_adapters(model).items()}
     shards = {}
     for name, weight in model.state_dict().items():
         if not is_adapter(name):
-            merge = partial(_merged, layers[name], device) if name in layers else None
+            merge = merges.get(name)
             shards[name.replace(".base_layer.", ".")] = Shard(weight, merge)
     return shards
 
@@ -109,11 +118,12 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
 def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield whole A and B under peft's names, one at a time on `device`. Collective."""
     for name, weight in model.state_dict().items():
-        if is_adapter(name):
+        if is_adapter(name) and not name.endswith(f".{ADAPTER}"):
             yield (
                 f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}",
                 full_tensor(weight.to(device)).detach(),
             )
+    yield from stored_expert_weights(model, device)
 
 
 def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
@@ -205,6 +215,10 @@ def _frozen_modules(model: PreTrainedModel) -> set[int]:
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    return _peft_layers(model) | expert_adapters(model)
+
+
+def _peft_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

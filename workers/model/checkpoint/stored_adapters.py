@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from workers.config.roles import LoraConfig
 from workers.errors import ConfigError, clause
 from workers.json_file import read_json
+from workers.model.moe.expert_adapters import ADAPTER, take_stored_weights
 
 FILE = "adapter_model.safetensors"
-ADAPTER = "default"  # peft's name for the only adapter of a model
 SETTINGS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
 """peft's fields and the settings that must agree with them."""
 ABOUT_TRAINING = {
@@ -30,6 +30,7 @@ ABOUT_TRAINING = {
     "peft_version",
     "revision",
     "target_modules",
+    "target_parameters",
     "task_type",
 }
 """Fields that do not change what stored adapters compute. The weights' names show the target modules."""
@@ -50,12 +51,16 @@ def load_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     _check_settings(key, stored, model.peft_config[ADAPTER].to_dict(), config)
     weights = _read_weights(folder / FILE, key)
     try:
+        weights = take_stored_weights(model, weights)
+    except ValueError as error:
+        raise ConfigError(f"{key}: the adapters are of another model: {error}.") from error
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a skeleton takes no values
             result: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=ADAPTER)
     except RuntimeError as error:  # of torch, for shapes
         raise ConfigError(f"{key}: the adapters are of another model: {clause(error)}.") from error
-    missing = [name for name in result.missing_keys if is_adapter(name)]
+    missing = [name for name in result.missing_keys if is_adapter(name) and not name.endswith(f".{ADAPTER}")]
     if names := sorted(result.unexpected_keys) or missing:
         modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights})
         problem = "has no place here" if result.unexpected_keys else "is missing there"
@@ -74,6 +79,12 @@ def _check_settings(key: str, stored: dict[str, Any], ours: dict[str, Any], conf
         if stored[field] != ours[field]:
             fix = f"{key} has {field}={stored[field]}. Set {stored[field]}."
             raise ConfigError(f"model.lora.{name}={getattr(config, name)}: {fix}")
+    parameters = _last_parts(stored["target_parameters"])
+    if parameters != _last_parts(ours["target_parameters"]):
+        raise ConfigError(
+            f"model.lora.target_parameters={config.target_parameters}: {key} has adapters of "
+            f"{','.join(parameters) or 'no such weights'}. Set {','.join(parameters) or 'none'}."
+        )
     for field, value in stored.items():
         if field in ABOUT_TRAINING or value == ours.get(field) or not (value or ours.get(field)):
             continue
@@ -85,6 +96,11 @@ def _check_settings(key: str, stored: dict[str, Any], ours: dict[str, Any], conf
             f"{key}: {field}={value} of its adapter_config.json is not trained. Merge the adapters by "
             "peft_model.merge_and_unload(), and set model.path to the result."
         )
+
+
+def _last_parts(names: Any) -> list[str]:
+    """Return `experts.down_proj` for a name like `mlp.experts.down_proj`."""
+    return sorted(".".join(str(name).split(".")[-2:]) for name in names or ())
 
 
 def _read_weights(file: Path, key: str) -> dict[str, Tensor]:

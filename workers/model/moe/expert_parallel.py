@@ -24,6 +24,7 @@ from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from workers.errors import UnsupportedModelError
 from workers.model.model import described
+from workers.model.moe.expert_adapters import share_adapters
 from workers.model.moe.experts import GroupedExperts
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import find_experts, modules_of_own_tokens
@@ -69,6 +70,7 @@ def _divided(
     )  # transformers 5.21 or later wants whole names, no patterns
     apply_expert_parallelism(model, mesh["ep"], mesh["tp"], named(model.ep_plan))
     for module in modules:
+        share_adapters(module, mesh["ep"])
         grouped.compute(module, mesh["ep"].get_group())
     sharding = mesh["dp_replicate", "expert_shard"] if parallel.config.replicate > 1 else mesh["expert_shard"]
     return dict.fromkeys(modules, sharding)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from workers.batch.dataproto import DataProto
 from workers.model.forward_backward import RouterHook
+from workers.model.moe.expert_adapters import ExpertAdapter, adapter_of
 from workers.model.rows.packing import ModelInput
 
 
@@ -216,13 +217,24 @@ def _computed(experts: Any, rows: Tensor, weights: Tensor, order: Order) -> Tens
     }
     weights = weights[:, None]
     both = _product(rows, local["gate_up_proj"], order, experts.is_transposed)
+    both = _adapted(both, rows, adapter_of(experts, "gate_up_proj"), order)
     if experts.has_bias:
         both = both + local["gate_up_proj_bias"][order.experts]
     inner = (experts._apply_gate(both) * weights).to(rows.dtype)
     outputs = _product(inner, local["down_proj"], order, experts.is_transposed)
+    outputs = _adapted(outputs, inner, adapter_of(experts, "down_proj"), order)
     if experts.has_bias:
         outputs = (outputs + local["down_proj_bias"][order.experts] * weights).to(rows.dtype)
     return outputs
+
+
+def _adapted(outputs: Tensor, rows: Tensor, adapter: ExpertAdapter | None, order: Order) -> Tensor:
+    """Add what a weight's adapter makes of `rows`, by expert."""
+    if adapter is None:
+        return outputs
+    a, b = adapter.factors()
+    inner = _product(rows, a, order, transposed=False)
+    return outputs + _product(inner, b, order, transposed=False) * adapter.scaling
 
 
 def _product(rows: Tensor, weight: Tensor, order: Order, transposed: bool) -> Tensor:
