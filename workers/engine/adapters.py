@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 NAME = "policy"
 """vLLM's name for the adapters of the only policy."""
+OTHER_NAMES = {"shared_expert_gate": "expert_gate"}
+"""vLLM's second name for a module, by which it is called. Without it, its adapter is loaded and not computed."""
 EXPERTS = "experts"
 """vLLM's name for the experts of a layer."""
 
@@ -47,7 +49,11 @@ def _modules_beside_experts(model: ModelConfig) -> dict[str, Any]:
     policy = build_skeleton(model, Path(model.path), "lm", trained=True, weights=False).model
     if not find_experts(policy):
         return {}
-    return {"lora_target_modules": names_of_targets(policy, model.lora.target_modules)}
+    names = names_of_targets(policy, model.lora.target_modules)
+    names += [OTHER_NAMES[name] for name in names if name in OTHER_NAMES]
+    if not model.lora.target_parameters:
+        return {"lora_target_modules": names}
+    return {"lora_target_modules": [*names, EXPERTS], "enable_mixed_moe_lora_format": True}
 
 
 class EngineAdapters:
@@ -81,8 +87,12 @@ class EngineAdapters:
 
         with TemporaryDirectory() as folder:
             _write_files(files, folder)
-            await self._engine.add_lora(LoRARequest(NAME, 1, folder, load_inplace=True))
-            self._only = LoRARequest(NAME, 1, folder)  # loaded: its folder is not read again
+            await self._engine.add_lora(
+                LoRARequest(NAME, 1, folder, load_inplace=True, is_3d_lora_weight=True)
+            )
+            self._only = LoRARequest(
+                NAME, 1, folder, is_3d_lora_weight=True
+            )  # loaded: its folder is not read again
 
     async def load(self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]) -> None:
         """Have these versions alone. No request of another may be running. adapters: see `adapter_files`."""
@@ -96,7 +106,7 @@ class EngineAdapters:
             with TemporaryDirectory() as folder:
                 _write_files(await files, folder)
                 # The prefix cache tells adapters apart by this name.
-                request = LoRARequest(f"version-{version}", version, folder)
+                request = LoRARequest(f"version-{version}", version, folder, is_3d_lora_weight=True)
                 await self._engine.add_lora(request)
             self._loaded[version] = request
 
