@@ -266,9 +266,8 @@ def _inner_width(fields: Fields, *, dense: bool) -> int:
     shared_width = fields.integer("shared_intermediate_size", default=0)
     if shared_width:  # Granite's hybrids without experts
         return shared_width
-    wide = (
-        fields.get("model_type") in WIDE_MODELS or fields.get("n_embd") is not None
-    )  # GPT-2's `n_inner` is null
+    # GPT-2's `n_inner` is null.
+    wide = fields.get("model_type") in WIDE_MODELS or fields.get("n_embd") is not None
     return fields.integer("intermediate_size", default=4 * hidden if wide else None)
 
 

@@ -38,9 +38,8 @@ def learn(
     last = len(plan.mini_batches) - 1
     passes = []
     steps = []
-    for number, mini_batch in enumerate(
-        plan.mini_batches
-    ):  # ranks run them in order, without waiting for the driver
+    # Ranks run these in order, without waiting for the driver.
+    for number, mini_batch in enumerate(plan.mini_batches):
         if record is None:
             part = replace(plan, mini_batches=(mini_batch,))
             passes.append(group.forward_backward.remote(batch, part, loss))

@@ -213,9 +213,8 @@ def _deal_singly(
     members = np.zeros(count, np.int64)
     empty = count
     group_of = np.full(len(sizes), NOWHERE, np.int64)
-    heap = [
-        (-times[group // ranks], group) for group in range(count)
-    ]  # (load - time, micro-batch) of those with room
+    # (load - time, micro-batch) of those with room.
+    heap = [(-times[group // ranks], group) for group in range(count)]
     heapq.heapify(heap)
     passed = heap[:0]
     for sequence in range(len(sizes)):

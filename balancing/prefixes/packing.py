@@ -268,9 +268,8 @@ def fill_groups(
         rows = np.arange(groups.start[group], groups.start[group + 1])
         divisible = len(rows) > 1
         while len(rows) > 0:
-            if (
-                place == opened - 1 and opened < count
-            ):  # one empty micro-batch is open: later ones have no more room
+            # One empty micro-batch is open: later ones have no more room.
+            if place == opened - 1 and opened < count:
                 _set(room, opened, levels[opened], max_tokens)
                 opened += 1
             is_whole, place = _place(groups, group, rows, room, last_cut, divisible)

@@ -138,9 +138,8 @@ def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max
     capacity = micro_batches.astype(np.float64) * max_tokens
     if (np.diff(tokens) > 0).any():
         return _cut_off(tokens, workload, capacity)
-    large = int(
-        np.searchsorted(-tokens, -(max_tokens // 2))
-    )  # the sequences before it are above half the cap
+    # The sequences before it are above half the cap.
+    large = int(np.searchsorted(-tokens, -(max_tokens // 2)))
     large_counts = np.minimum(micro_batches, large)
     of_large = np.concatenate([[0.0], np.cumsum(workload[:large])])[large_counts]
     room = capacity - np.concatenate([[0], np.cumsum(tokens[:large])])[large_counts]

@@ -67,9 +67,8 @@ def partition(
 
 def _heaviest_first(weights: Floats) -> Integers:
     if weights.max() < 2**16 and (weights == np.floor(weights)).all():
-        return np.argsort(
-            (2**16 - 1 - weights).astype(np.uint16), kind="stable"
-        )  # NumPy sorts 16 bits in linear time
+        # NumPy sorts 16 bits in linear time.
+        return np.argsort((2**16 - 1 - weights).astype(np.uint16), kind="stable")
     return np.argsort(-weights, kind="stable")
 
 

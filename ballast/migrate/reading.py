@@ -37,10 +37,11 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "max": lambda first, second: max(first, second),  # OmegaConf reads a signature, which the builtin lacks
 }
 """Resolvers of NeMo-RL's recipes."""
+# LoraConfig's names, as TRL's commands have them.
 LORA = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
-}  # LoraConfig's names, as TRL's commands have them
+}
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
 OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub, or files
 FORMATS_OF_FILES = ("json", "parquet")  # of load_dataset, with one file of records that Ballast reads too

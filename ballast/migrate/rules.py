@@ -12,11 +12,12 @@ import pyarrow.parquet
 Recipe = Mapping[str, Any]
 Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
+# Flags of `ray job submit`, in whose command a recipe stands.
 JOB_FLAGS = (
     "address",
     "runtime-env-json",
     "working-dir",
-)  # of `ray job submit`, in whose command a recipe stands
+)
 TOOLS = "tools.py"
 ENVIRONMENT = "environment.py:Environment"
 PLACES_OF_EPISODES = (TOOLS, ENVIRONMENT)

@@ -116,7 +116,6 @@ def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
 
 def _end_front(front: Any) -> None:
     with suppress(RayError):
-        ray.get(
-            front.stop.options(max_task_retries=0).remote(), timeout=STOP_SECONDS
-        )  # frees its port at once
+        # Frees its port at once.
+        ray.get(front.stop.options(max_task_retries=0).remote(), timeout=STOP_SECONDS)
     ray.kill(front)

@@ -156,9 +156,8 @@ class PromptDataset:
     ) -> np.ndarray | None:
         prompt = record[rules.prompt_key]
         if rules.overlong_prompts != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
-            self._leave_out(
-                f"{characters(prompt):,} characters", rules, index
-            )  # tokenizing 60 MB would take minutes
+            # Tokenizing 60 MB would take minutes.
+            self._leave_out(f"{characters(prompt):,} characters", rules, index)
             return None
         place = f"{self.name} record {index}"
         messages = with_system_prompt(prompt, rules.system_prompt, place)

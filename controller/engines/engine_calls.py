@@ -73,9 +73,8 @@ class RolloutEngines:
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
-        self._weights: list[
-            tuple[int, ray.ObjectRef]
-        ] = []  # a whole file, and what each later version changed
+        # A whole file, and what each later version changed.
+        self._weights: list[tuple[int, ray.ObjectRef]] = []
         # Kept versions of LoRA policies, by name and version, if engines get adapters.
         self._adapters: dict[str, dict[int, ray.ObjectRef]] | None = None
         self._adapter_versions = adapter_versions
@@ -123,9 +122,8 @@ class RolloutEngines:
         """Lose replicas with overdue calls. Check the health of silent `busy` replicas."""
         now = time.monotonic()
         for ref, call in list(self._calls.items()):
-            if (
-                call.deadline >= now or ref not in self._calls
-            ):  # a replica that was just lost has no calls left
+            # A replica that was just lost has no calls left.
+            if call.deadline >= now or ref not in self._calls:
                 continue
             if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # it answered in time, between two rounds
                 self._handle_answer(ref)

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 MOST_BYTES = 2 * GIB
-SHARE_OF_MEMORY = (
-    1 / 6
-)  # weights in bfloat16 take twice their files in float32, and as much again while they are read
+# Weights in bfloat16 take twice their files in float32, and as much again while they are read.
+SHARE_OF_MEMORY = 1 / 6
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its
 first step.

@@ -336,9 +336,8 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     try:
         with console.waiting("Ray"), started_apart() if address == "local" else nullcontext():
             context = ray.init(address=address, **options)
-    except (
-        Exception
-    ) as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
+    # ray.init raises bare Exceptions too, where a local Ray does not come up in time.
+    except Exception as error:
         if address == "local":
             late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
             hint = "Is the machine overloaded?" if late else f"Ray's logs are below {ray_folder()}."

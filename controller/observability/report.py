@@ -86,12 +86,13 @@ WHEN = ("_before", "_karmarkar_karp", "")
 NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
 IMAGE = re.compile(r"images/[0-9a-f]{16}\.png")
 NUMBER, CODE = "n", "t"  # classes of the page's style sheet: right-aligned, and in the letters of code
+# Columns that hold the expected answer in common data sets, by preference.
 EXPECTED = (
     "answer",
     "solution",
     "ground_truth",
     "label",
-)  # columns that hold it in common data sets, by preference
+)
 RESPONSE = {"prompt": CODE, "response": CODE}
 SAMPLE = dict.fromkeys(("step", "sample", "tokens", "seconds", "reward"), NUMBER) | RESPONSE
 BALANCE_NOTE = (

@@ -83,9 +83,10 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
     if not active_sessions:
         return {}
     nodes = list(itertools.chain(*active_sessions))
+    # The first roots count too.
     firsts = len(
         {(place, node["parent"]) for place, session in enumerate(active_sessions) for node in session}
-    )  # also first roots
+    )
     joined = sum(node["joined"] for node in nodes)
     of_requests = {
         "continued_share": firsts - len(active_sessions),

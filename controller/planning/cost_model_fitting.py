@@ -90,9 +90,8 @@ class CostModelFitter:
         )
         self._steps += 1
         if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
-            with suppress(
-                CostModelError
-            ):  # similar micro-batches cannot identify both terms, so the model stays
+            # Similar micro-batches cannot identify both terms: then the model stays.
+            with suppress(CostModelError):
                 fit, first = CostModel.fit_sums(*zip(*self._measured, strict=True)), self._first
                 images = first.with_images(fit.model.linear / first.linear)
                 model = replace(images, linear=fit.model.linear, quadratic=fit.model.quadratic, unit="second")

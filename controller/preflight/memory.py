@@ -189,9 +189,8 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     files = read_model_files(model.path, spec.path_setting(name))
     description = dict(files.description)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
-    settings["compile"] = (
-        "never"  # without checkpointing a compiled layer keeps about 0.7 of what is measured
-    )
+    # Without checkpointing a compiled layer keeps about 0.7 of what is measured.
+    settings["compile"] = "never"
     compiled = compiles(model, config.policy.parallel, cuda=True, images="vision_config" in description)
     if compiled and model.gradient_checkpointing == "selective":
         settings["gradient_checkpointing"] = ATTENTION_KEPT

@@ -35,9 +35,8 @@ def check_offline(config: OfflineConfig) -> None:
 
 def check_offline_settings(config: OfflineConfig) -> None:
     """Run the part of `check_offline` that does not read models or data."""
-    steps = (
-        config.policy.optimizer.total_steps or config.run.steps
-    )  # without either number it follows from the data
+    # Without either number it follows from the data.
+    steps = config.policy.optimizer.total_steps or config.run.steps
     longest = f"data.max_tokens={config.data.max_tokens} tokens"
     check_together(
         lambda: check_settings_have_effect(config),

@@ -183,9 +183,8 @@ def job_identity(
             key = path_setting("reward_model", name)
             rewards[key.removesuffix(".path")] = [weight, _files(paths[name], key)]
     checkpoint = model.checkpoint and str(model.checkpoint.resolve())
-    records = {
-        name: identity for name, identity in data.items() if name != "prompts"
-    }  # they follow from the rest
+    # These settings follow from the rest.
+    records = {name: identity for name, identity in data.items() if name != "prompts"}
     if config.uses_judge:
         judge = config.reward.judge
         files = _files(judge.model, "reward.judge.model") if judge.has_engines else None

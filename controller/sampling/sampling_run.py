@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from workers.engine.requests import SampleRequest, SampleResult
 
 SECONDS_BETWEEN_LINES = 10.0
-WINDOW = (
-    4  # requests in flight, as a multiple of those that the engines process at once, so that no engine waits
-)
+WINDOW = 4
+"""Requests in flight, as a multiple of those that the engines process at once, so that no engine waits."""
 MODEL_SCORES = 256  # samples that a reward model scores at a time
 
 Finish = Callable[[Job, list[Line], int, "Console"], None]

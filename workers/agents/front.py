@@ -231,9 +231,8 @@ class SessionFront:
             return web.json_response({"ended": True})
         answer = await self._relay(request, held)
         if answer.status == 200:
-            body = json.loads(
-                await request.read()
-            )  # not request.json, which raises for a charset nobody knows
+            # Not request.json, which raises for a charset nobody knows.
+            body = json.loads(await request.read())
             name = body.get("response_id") or ""
             reward = {} if body["reward"] is None else {name: float(body["reward"])}
             held.record = replace(held.record, rewards=held.record.rewards | reward)
@@ -301,9 +300,8 @@ class SessionFront:
                     held.deliver(head)
                     return answer
             except (ClientError, OSError):
-                if (
-                    answer is not None
-                ):  # an answer cannot begin twice: the agent sees that it was cut, and asks again
+                # An answer cannot begin twice: the agent sees that it was cut, and asks again.
+                if answer is not None:
                     if request.transport is not None:
                         request.transport.close()
                     return answer

@@ -33,11 +33,12 @@ from workers.rendering import (
     with_image_parts,
 )
 
+# Kinds of parts in OpenAI's Responses.
 KINDS = {
     "input_text": "text",
     "output_text": "text",
     "input_image": "image_url",
-}  # of parts, in OpenAI's Responses
+}
 
 
 class PromptRenderer:
@@ -99,9 +100,8 @@ class PromptRenderer:
         opening = with_image_parts(opening, [IMAGE_PART] * len(image_parts(opening)))
         calls = earlier_messages[-1].get("tool_calls") or ()
         ended = parent.response.finish_reason == STOP
-        turn = (
-            parent.response if ended else replace(parent.response, stop_string=True)
-        )  # no end token of its own
+        # Without an end token of its own.
+        turn = parent.response if ended else replace(parent.response, stop_string=True)
         conversation = Conversation(self._renderer, opening, options)
         return conversation.observe(turn, Turn("", tool_calls=calls), messages[session_request.covered :])[0]
 

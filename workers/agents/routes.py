@@ -120,15 +120,15 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                     partial(prompts.read, call.opened, messages, options), images > 0
                 )
                 call.take(session_request, prompt, getattr(request, "n", None) or 1)
+            # A model that reads no images raises ConfigError.
             except (
                 ConfigError,
                 DataError,
                 EpisodeError,
-            ) as error:  # of a model that reads no images, ConfigError
+            ) as error:
                 raise VLLMValidationError(str(error), parameter="messages") from None
-            request.kv_transfer_params = {
-                "prompt_token_ids": prompt.ids.tolist()
-            }  # vLLM takes these as they are
+            # vLLM takes these as they are.
+            request.kv_transfer_params = {"prompt_token_ids": prompt.ids.tolist()}
             result = await super().preprocess_chat(request, [], *arguments, tool_dicts=tool_dicts, **named)
             request.kv_transfer_params = None
             return result
@@ -238,7 +238,6 @@ async def application(engine: Any, path: str, tool_parser: str, reasoning_parser
     tasks = await engine.get_supported_tasks()
     app = build_app(arguments, tasks, engine.model_config)
     await init_app_state(engine, app.state, arguments, tasks)
-    app.state.server = SimpleNamespace(
-        should_exit=False
-    )  # vLLM's error handlers stop it when the engine died
+    # vLLM's error handlers stop the server when the engine died.
+    app.state.server = SimpleNamespace(should_exit=False)
     return app

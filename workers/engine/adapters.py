@@ -90,9 +90,8 @@ class EngineAdapters:
             await self._engine.add_lora(
                 LoRARequest(NAME, 1, folder, load_inplace=True, is_3d_lora_weight=True)
             )
-            self._only = LoRARequest(
-                NAME, 1, folder, is_3d_lora_weight=True
-            )  # loaded: its folder is not read again
+            # It is loaded: its folder is not read again.
+            self._only = LoRARequest(NAME, 1, folder, is_3d_lora_weight=True)
 
     async def load(self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]) -> None:
         """Have these versions alone. No request of another may be running. adapters: see `adapter_files`."""

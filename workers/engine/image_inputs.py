@@ -24,9 +24,8 @@ KEPT = 32  # processed images, of up to 24 MB for a million pixels
 class ImageInputs:
     def __init__(self, engine: "AsyncLLM") -> None:
         self._engine = engine
-        self._processed: dict[
-            int, asyncio.Task[tuple[Any, int, int]]
-        ] = {}  # by digest, the last used one at the end
+        # By digest, the last used one at the end.
+        self._processed: dict[int, asyncio.Task[tuple[Any, int, int]]] = {}
         self._one = asyncio.Lock()  # vLLM's processor takes one call at a time
 
     async def prompt(self, ids: np.ndarray, images: Sequence[PlacedImage], salt: str) -> Any:

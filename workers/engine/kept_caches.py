@@ -21,9 +21,8 @@ class KeptCaches:
         limits = {"recompute": 0.0, "auto": float(config.max_staleness), "keep": float("inf")}
         self.oldest = limits[config.kv_cache_after_update]
         self._updates = 0
-        self._computed: dict[
-            int, int
-        ] = {}  # by salt: the update after which its keys and values were computed
+        # By salt: the update after which its keys and values were computed.
+        self._computed: dict[int, int] = {}
         self._salts: dict[int, int] = {}  # by a sample's seed
         self._running: Counter[int] = Counter()  # requests by salt
 

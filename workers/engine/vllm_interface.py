@@ -28,9 +28,8 @@ PREFILL_TOKENS = 8192
 FLASHINFER_HEAD = 128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
 FIELD_OF_WEIGHT = {"e_score_correction_bias": "topk_method"}
 """Fields of config.json without which vLLM has no place for a weight of the files."""
-CPU_KV_BLOCK_TOKENS = (
-    32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
-)
+CPU_KV_BLOCK_TOKENS = 32
+"""The smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks."""
 
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
@@ -39,9 +38,8 @@ def prepare_environment(config: RolloutConfig, placement: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if placement == "colocated":
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
-            "1"  # CUDA handles travel to the engine's processes pickled
-        )
+        # CUDA handles travel to the engine's processes pickled.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if placement == "shared_memory":
         os.environ.update(cpu_environment(config))
 

@@ -36,9 +36,8 @@ def compile_layers(layers: Iterable[nn.Module], *, shares_experts: bool) -> None
         experts = find_experts(layer)
         for block in blocks_with_experts(layer):
             for part in block.children():
-                if (
-                    not shares_experts if part in experts else any(part.children())
-                ):  # shared experts, but no router
+                # These have shared experts, but no router.
+                if not shares_experts if part in experts else any(part.children()):
                     part.forward = compiled(part.forward)
             block.forward = torch.compiler.disable(block.forward)
         layer.forward = compiled(layer.forward)

@@ -96,9 +96,8 @@ class RowLayout:
             rows: ModelInput = self._row(micro_batch, multiple, to_longest=layout == "padded")
         else:
             rows = pad(micro_batch, multiple)
-        if not len(
-            micro_batch
-        ):  # its row has a token without work, so that the rank takes part in collectives
+        # Its row has a token without work, so that the rank takes part in collectives.
+        if not len(micro_batch):
             rows = replace(rows, source=torch.full_like(rows.source, -1), cells=rows.cells[:0])
         if cells != "before":
             rows = read_own(rows) if cells == "own" else read_last(rows, micro_batch)

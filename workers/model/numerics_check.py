@@ -346,9 +346,8 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
     """
     old_values = []
     towers = [packed.model.get_submodule(name) for name in packed.vision.parts] if packed.vision else []
-    parts = set(packed.modules()).difference(
-        *(tower.modules() for tower in towers)
-    )  # their windows are of pixels
+    # Windows of vision towers are of pixels.
+    parts = set(packed.modules()).difference(*(tower.modules() for tower in towers))
     for values in [values for part in parts for values in _values_of(part)]:
         for name, value in values.items():
             if LENGTH.search(name) and isinstance(value, int | float) and value > SHORT:

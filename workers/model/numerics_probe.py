@@ -16,13 +16,14 @@ from workers.model.vision.tower import Vision
 
 LENGTHS = (7, 19, 12)
 LONGEST_PREFIX = 512  # longer ones are not shared by the probe
+# Frames of buffers and kernels.
 BUILT_IN = (
     "window_size",
     "block_size",
     "rel_extent",
     "chunk_size",
     "mamba_chunk_size",
-)  # of buffers and kernels
+)
 LONGEST_SPAN = 1024  # the longest built-in length that the probe exceeds
 BEYOND_SPAN = 8
 

@@ -76,9 +76,8 @@ class MicroStepClock:
         self._windows = windows
         self._on_gpu = device.type == "cuda"
         self._measured: deque[MicroStep] = deque(maxlen=MOST_KEPT)
-        self._origin: tuple[float, Any] | None = (
-            None  # wall clock and mark of the moment that others are measured from
-        )
+        # Wall clock and mark of the moment that others are measured from.
+        self._origin: tuple[float, Any] | None = None
 
     @contextmanager
     def micro_step(self, name: str, lengths: Tensor, images: Sequence[int] = ()) -> Iterator[MicroStep]:

@@ -262,9 +262,8 @@ class VllmEngineActor:
             )
         finally:
             self._caches.end(request.seed)
-        if (
-            self._caches.oldest
-        ):  # the weights at the start may have computed keys and values that all tokens read
+        # The weights at the start may have computed keys and values that all tokens read.
+        if self._caches.oldest:
             result = replace(result, weight_version=min(result.weight_version, began))
         return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
 

@@ -44,10 +44,11 @@ WATCH_SECONDS = 0.25
 OPEN_FILES = 1024
 RELAY_THREADS = 128
 
+# From linux/audit.h, with a column of the numbers below.
 MACHINES = {
     "x86_64": (0xC000003E, 0),
     "aarch64": (0xC00000B7, 1),
-}  # linux/audit.h, and a column of the numbers below
+}
 SOCKET = (41, 198)
 AF_UNIX = 1
 AF_INET = 2

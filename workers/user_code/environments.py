@@ -61,9 +61,8 @@ class EnvironmentPool:
         self._source: UserProcess | None = None
         self._starting = Lock()
         self._idle: list[Fork] = []
-        self._threads = ThreadPoolExecutor(
-            MOST_EPISODES
-        )  # kept: a process ends with the thread that started it
+        # Threads are kept: a process ends with the thread that started it.
+        self._threads = ThreadPoolExecutor(MOST_EPISODES)
 
     @asynccontextmanager
     async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:

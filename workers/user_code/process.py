@@ -209,9 +209,8 @@ class Fork(Connection):
             if self._closes:
                 _terminate(self._handle, CLOSE_SECONDS + EXIT_SECONDS)
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(
-                    self._handle, 0
-                )  # it lives, so that the group of its number is its own
+                # The process lives, so that the group of its number is its own.
+                signal.pidfd_send_signal(self._handle, 0)
                 _kill_below(self._pid)
                 os.killpg(self._pid, signal.SIGKILL)
             os.close(self._handle)
@@ -275,9 +274,8 @@ def _show(stream: BufferedReader, output: TextIO) -> None:
                     f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
                 )
             if room_before >= 0:
-                with suppress(
-                    OSError, ValueError
-                ):  # a stream that is full or closed: the process must not wait for it
+                # A stream may be full or closed: the process must not wait for it.
+                with suppress(OSError, ValueError):
                     output.write(text)
                     output.flush()
 

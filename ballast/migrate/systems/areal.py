@@ -67,9 +67,8 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     set_ranks(recipe, settings, to_decide)
     ask_for_steps(recipe.get("total_train_epochs", 1), settings, to_decide)
     for key, split in (("data.train", "train"), ("data.validation", "test")):
-        if (
-            settings.get(key) == "openai/gsm8k"
-        ):  # dataset/gsm8k.py names the configuration, the examples the splits
+        # dataset/gsm8k.py names the configuration, the examples the splits.
+        if settings.get(key) == "openai/gsm8k":
             settings[key] = f"openai/gsm8k:main@{split}"
     if not str(recipe.get("actor.backend", "")).startswith("megatron"):
         decay_all(settings)

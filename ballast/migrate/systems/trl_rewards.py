@@ -50,9 +50,8 @@ def add_rewards(theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_de
         ours["reward.functions"] = functions
     for reference in functions:
         module, _, name = reference.rpartition(":")
-        closest = (
-            CLOSEST.get(name) if module.startswith("trl.") else None
-        )  # a script may define the same name
+        # A script may define the same name.
+        closest = CLOSEST.get(name) if module.startswith("trl.") else None
         change = (
             f"Closest is {closest}" if closest else "Take `responses`, texts, in place of TRL's `completions`"
         )

@@ -159,9 +159,8 @@ def _load_experts(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -
             parameter = getattr(layer, name)
             parameter.weight_loader(parameter, stacked, name, shard, 0, return_success=True)
             yield name
-    other_weights = [
-        item for items in by_shard.values() for item in items.items()
-    ]  # and what a buffer holds in part
+    # Also what a buffer holds in part.
+    other_weights = [item for items in by_shard.values() for item in items.items()]
     yield from RoutedExperts.load_weights(layer, other_weights)
 
 

@@ -130,9 +130,8 @@ class DeltaPacker:
             begin, end = places[name]
             old = words[begin:end]
             new = tensor.detach().flatten().view(torch.int16)
-            at = (
-                (old.to(new.device) != new).nonzero().squeeze(1)
-            )  # where the weights are: few words cross the bus
+            # Where the weights are, so that few words cross the bus.
+            at = (old.to(new.device) != new).nonzero().squeeze(1)
             values = new[at].cpu()
             at = at.cpu()
             old[at] = values

@@ -131,9 +131,8 @@ class _BlockAttention(torch.autograd.Function):
             grad_value[:, seen] += _transposed_product(weights.to(value.dtype), grad_rows)
             weights.mul_(_product(grad_rows, value[:, seen].mT).to(wide).sub_(delta[:, :, rows, None]))
             if rule.softcap is not None:
-                weights.mul_(
-                    1 - scores.div_(rule.softcap).square_()
-                )  # the derivative of softcap tanh(x / softcap)
+                # The derivative of softcap tanh(x / softcap).
+                weights.mul_(1 - scores.div_(rule.softcap).square_())
             grad_scores = weights.mul_(rule.scale).to(query.dtype)
             grad_query[:, :, rows] = _product(grad_scores, key[:, seen])
             grad_key[:, seen] += _transposed_product(grad_scores, query[:, :, rows])

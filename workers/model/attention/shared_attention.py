@@ -120,9 +120,8 @@ class Tree:
             ).triu(1)
             if run.level:
                 above = self.runs[run.parent - self.before].first - self.runs[0].first
-                run_mask[:, :first] = mask[
-                    above + run.shared - 1, :first
-                ]  # all that the prefix's last cell sees
+                # A row sees all that the prefix's last cell sees.
+                run_mask[:, :first] = mask[above + run.shared - 1, :first]
         return mask
 
 

@@ -123,9 +123,8 @@ class Checkpointer:
         size = dist.get_world_size()
         self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size]))
         reader = dcp.HuggingFaceStorageReader(str(path))
-        numbers = manifest.engine.get(
-            "policies", {"": manifest.engine}
-        )  # earlier versions had one, without a name
+        # Earlier versions had one, without a name.
+        numbers = manifest.engine.get("policies", {"": manifest.engine})
         if policy and "" not in numbers:
             raise CheckpointError(
                 f"{path} holds the policies {', '.join(numbers)}. Load all, or save {policy} alone."

@@ -182,9 +182,8 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 
 def _replace_template(folder: Path, text: str) -> None:
-    shutil.rmtree(
-        folder / "additional_chat_templates", ignore_errors=True
-    )  # preferred for prompts with tools
+    # transformers prefers these templates for prompts with tools.
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 

@@ -189,9 +189,8 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
     stand_in()
     # CUDA has one kernel. For other backends torch composes many, with 2 T b f more at the peak.
     torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(..., device=...) makes it on the CPU and copies it
+    # torch.tensor(..., device=...) makes a tensor on the CPU and copies it.
+    torch._C._set_only_lift_cpu_tensors(True)
     gpu = FakeGpu()
     with gpu, _resizes_counted(gpu.ledger):
         yield gpu

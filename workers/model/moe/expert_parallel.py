@@ -65,9 +65,8 @@ def _divided(
             "all-to-all for its experts. Set it to 1."
         )
     mesh = _expert_mesh(parallel)
-    named = getattr(
-        model, "_expand_parallel_plan", dict
-    )  # transformers 5.21 or later wants whole names, no patterns
+    # transformers 5.21 or later wants whole names, no patterns.
+    named = getattr(model, "_expand_parallel_plan", dict)
     apply_expert_parallelism(model, mesh["ep"], mesh["tp"], named(model.ep_plan))
     for module in modules:
         share_adapters(module, mesh["ep"])

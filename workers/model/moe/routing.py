@@ -206,13 +206,11 @@ class RouterLosses(RouterHook):
         self._tensor = parallel.tensor
         self._device = device
         shared = [parallel.context, parallel.tensor]
-        self._groups = [
-            mesh.get_group() for mesh in shared if mesh.size() > 1
-        ]  # ranks with the same sequences
+        # Ranks with the same sequences.
+        self._groups = [mesh.get_group() for mesh in shared if mesh.size() > 1]
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of both losses, over layers
-        self._sequences = self._tokens = torch.ones(
-            (), dtype=torch.float64, device=device
-        )  # of the mini-batch
+        # Counts of the mini-batch.
+        self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)
         self._layers = 0
         if self._active:
             self._follow_routers(packed)

@@ -83,9 +83,8 @@ def orthogonalized(updates: list[Tensor]) -> list[Tensor]:
     stacked = updates[0] if updates[0].ndim == 3 else torch.stack(updates)
     spread = stacked
     if isinstance(stacked, DTensor):
-        are_whole = all(
-            getattr(place, "dim", 0) == 0 for place in stacked.placements
-        )  # replicated or by expert
+        # Weights are whole where they are replicated, or divided by expert.
+        are_whole = all(getattr(place, "dim", 0) == 0 for place in stacked.placements)
         spread = (
             stacked if are_whole else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
         )

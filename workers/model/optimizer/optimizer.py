@@ -201,9 +201,8 @@ def _buckets(group: dict[str, Any]) -> Iterator[Bucket]:
 
 def pinned_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     zeros = torch.zeros(shape, dtype=like.dtype)
-    if (
-        like.is_cuda and zeros.numel()
-    ):  # torch's own pinned memory has sizes of powers of two: up to twice as much
+    # Torch's own pinned memory has sizes of powers of two: up to twice as much.
+    if like.is_cuda and zeros.numel():
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)))
     return zeros

@@ -109,9 +109,8 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
         f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY
     ]
     bidirectional = features.get("use_bidirectional_attention")
-    missing_features += ["use_bidirectional_attention"] * (
-        bool(bidirectional) and bidirectional != "vision"
-    )  # text stays causal
+    # Text stays causal.
+    missing_features += ["use_bidirectional_attention"] * (bool(bidirectional) and bidirectional != "vision")
     missing_features += [name for name in COMPRESSION if features.get(name)]
     missing_features += ["keep_window_size"] * _selects_beyond_a_window(features)
     missing_features += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))

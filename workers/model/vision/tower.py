@@ -173,9 +173,8 @@ class Vision:
     def _tensors(self, picture: Any) -> Inputs:
         features = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
         tensors = {name: value for name, value in features.items() if name not in OF_TEXT}
-        if (
-            "image_sizes" in tensors and tensors["pixel_values"].ndim == 5
-        ):  # LLaVA-NeXT: images have unequally many parts
+        # Images of LLaVA-NeXT have unequally many parts.
+        if "image_sizes" in tensors and tensors["pixel_values"].ndim == 5:
             tensors["pixel_values"] = tensors["pixel_values"].flatten(0, 1)
         return tensors
 
