@@ -34,7 +34,8 @@ class HarborEnvironment:
             layout = read_layout(task.folder)
         else:
             settings = replace(settings, kind=f"{kind}:{task.image}")
-        limits = replace(limits_of(settings), command_s=max(settings.command_timeout_s, task.test_seconds))
+        longest = max(settings.command_timeout_s, task.test_seconds, task.agent_seconds)
+        limits = replace(limits_of(settings), command_s=longest)
         self._task = task
         self._layout = layout
         self._command_seconds = settings.command_timeout_s
@@ -58,8 +59,10 @@ class HarborEnvironment:
     def solve(self) -> Observation:
         """Run the oracle's `solution/solve.sh` and the tests. Raises EpisodeError."""
         sandbox = self._running()
+        if not (self._task.folder / "solution" / "solve.sh").is_file():
+            raise EpisodeError(f"{self._task.folder} has no solution/solve.sh")
         _write_folder(sandbox, self._task.folder / "solution", "/solution")
-        self._run(SCRIPT.format("/solution/solve.sh"))
+        self._run(SCRIPT.format("/solution/solve.sh"), longest=self._task.agent_seconds)
         return self._score()
 
     def close(self) -> None:
@@ -80,8 +83,9 @@ class HarborEnvironment:
         place = self._layout.folder
         sandbox.run(["mkdir", "-p", "/logs/verifier", "/logs/agent", place or "/logs"])
 
-    def _run(self, command: str) -> tuple[int, str]:
-        seconds = min(self._command_seconds, max(1.0, self._end - time.monotonic()))
+    def _run(self, command: str, longest: float = 0.0) -> tuple[int, str]:
+        """longest: seconds, or 0 for those of a command."""
+        seconds = min(longest or self._command_seconds, max(1.0, self._end - time.monotonic()))
         result = self._running().run(
             command, folder=self._layout.folder, variables=self._layout.variables, timeout_s=seconds
         )
@@ -104,6 +108,7 @@ class HarborEnvironment:
         """Run the tests, which the policy has not seen, and read the reward."""
         sandbox = self._running()
         try:
+            sandbox.end_commands()  # a process that the policy left could write the reward
             sandbox.run(["rm", "-rf", "/tests", "/logs/verifier"])
             sandbox.run(["mkdir", "-p", "/logs/verifier"])
             _write_folder(sandbox, self._task.folder / "tests", "/tests")

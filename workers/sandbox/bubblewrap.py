@@ -182,6 +182,9 @@ class BubblewrapSandbox(Sandbox):
     def write(self, path: str, content: bytes) -> None:
         self._ask({"do": "write", "path": _inside(path)}, content, START_SECONDS)
 
+    def end_commands(self) -> None:
+        self._ask({"do": "end"}, b"", START_SECONDS)
+
     def stop(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:

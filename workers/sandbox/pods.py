@@ -102,6 +102,9 @@ class PodSandbox(ShellSandbox):
             client.close()
         return CommandResult(bytes(output), _exit_code(status), total > len(output))
 
+    def end_commands(self) -> None:
+        """Do nothing: a pod that is started anew loses its files."""
+
     def stop(self) -> None:
         if self._state:
             return

@@ -104,6 +104,10 @@ class Sandbox(ABC):
         """Write a file, and the folders above it. Raises SandboxFileError."""
 
     @abstractmethod
+    def end_commands(self) -> None:
+        """End all processes that commands left. Files stay."""
+
+    @abstractmethod
     def stop(self) -> None:
         """End all its processes and remove its files. Does nothing a second time."""
 

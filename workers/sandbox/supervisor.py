@@ -50,6 +50,9 @@ def main() -> None:
                     read_file(request)
                 case "write":
                     write_file(request)
+                case "end":
+                    kill_all()
+                    answer({})
         except OSError as error:
             answer({"error": f"{request.get('path', 'standard input')}: {error.strerror}"})
 

@@ -79,6 +79,10 @@ def main() -> None:
             run(arguments)
         case ["exec", *arguments]:
             execute(arguments)
+        case ["restart", "--time=0", name]:
+            if not (STATE / name).exists():
+                fail(NO_CONTAINER.format(name))
+            (STATE / name / "restarted").touch()
         case ["rm", *arguments]:
             remove(arguments)
         case ["ps", *arguments]:

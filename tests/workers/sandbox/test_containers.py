@@ -98,6 +98,16 @@ def test_a_command_ends_in_time_and_the_sandbox_goes_on(program: str) -> None:
         assert not box.run("exit 137").timed_out
 
 
+def test_commands_end_by_a_restart_which_keeps_files(program: str) -> None:
+    with make_box(program) as box:
+        box.write("kept", b"1")
+        box.end_commands()
+        (container,) = containers()
+        assert (container / "restarted").exists() and box.read("kept") == b"1"
+    with pytest.raises(SandboxError):
+        box.end_commands()
+
+
 def test_a_lost_container_fails_its_sample(program: str) -> None:
     with make_box(program) as box:
         subprocess.run([program, "rm", "--force", containers()[0].name], check=True)
