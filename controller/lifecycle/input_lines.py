@@ -16,7 +16,6 @@ from workers.batch.score import Score
 from workers.config.roles import HTTP
 from workers.environment import as_text
 from workers.user_code.environments import Answered
-from workers.user_code.task_sources import HARBOR, package_of
 
 LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
@@ -69,16 +68,7 @@ def _sandbox_lines(config: Config) -> list[str]:
         return []
     network = "the network" if sandbox.network else "no network"
     limits = f"{sandbox.cpus:g} CPUs, {sandbox.memory_gib:g} GiB, {sandbox.processes:,} processes"
-    lines = [f"{sandbox.kind}: a sandbox for each sample, {limits}, {network}"]
-    if package_of(config.rollout.environment) == HARBOR:
-        from workers.harbor.task_folders import list_unread, read_tasks
-
-        tasks = read_tasks(config.rollout.environment)
-        unread = ", ".join(list_unread(tasks)) or "nothing"
-        lines.append(
-            f"{len(tasks):,} tasks of {config.rollout.environment}, of task.toml has no effect: {unread}"
-        )
-    return lines
+    return [f"{sandbox.kind}: a sandbox for each sample, {limits}, {network}"]
 
 
 def certificate_lines(config: Config) -> list[str]:

@@ -33,6 +33,7 @@ from controller.preflight.training_checks import check_caps
 from workers.errors import ConfigError
 from workers.rendering import Renderer
 from workers.text_pieces import loses_blanks
+from workers.user_code.task_sources import HARBOR, package_of
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def tokenize_inputs(config: Config, tried_inputs: Tried, log: Log = print) -> In
             *_template_warnings(config, tried_inputs),
             *blind,
             *unread,
+            *task_warnings(config),
             *renderer.unread.values(),
             *(
                 line
@@ -179,6 +181,17 @@ def _unread_columns(config: Config, tried_inputs: Tried, blind: Sequence[str], *
     }
     of_chats = CHATS if chats else set()
     return unread_columns(data, {*names_in(config, names), *of_functions, *of_images, *of_chats})
+
+
+def task_warnings(config: Config) -> list[str]:
+    """Return warnings of what stands in folders of tasks and has no effect."""
+    named = dict.fromkeys([*config.data.weights, config.data.validation, config.rollout.environment])
+    folders = [text for text in named if package_of(text) == HARBOR]
+    if not folders:
+        return []
+    from workers.harbor.task_folders import unread_lines
+
+    return [line for text in folders for line in unread_lines(text, config.rollout.sandbox.kind)]
 
 
 def _blind_images(config: Config, data: Mapping[str, list[Record]]) -> list[str]:

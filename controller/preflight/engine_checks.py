@@ -226,7 +226,7 @@ def _check_sandbox(config: Config) -> None:
     if package_of(rollout.environment) == HARBOR:
         from workers.harbor.task_folders import check_tasks
 
-        check_tasks(rollout.environment, rollout.sandbox.kind)
+        check_tasks(rollout.environment, rollout.sandbox.kind, config.reward.timeout_s)
     if rollout.agent_command:
         check_agent_command(rollout.sandbox.kind)
 

@@ -16,6 +16,7 @@ BASES = ("ubuntu", "debian", "python")  # whose shell and tools /usr has too
 NO_EFFECT = ("#", "FROM", "CMD", "LABEL", "EXPOSE")
 DESCRIPTIONS = ("task", "metadata", "version", "schema_version")
 NUMBERS = ("agent.timeout_sec", "verifier.timeout_sec")
+DOCKERFILE = "environment/Dockerfile"
 SHARED = "shared"
 """The environment of tests: the policy's own."""
 READ = (*NUMBERS, "environment.docker_image")
@@ -108,8 +109,29 @@ def list_unread(tasks: list[TaskFolder]) -> list[str]:
     return sorted({name for task in tasks for name in task.unread})
 
 
-def check_tasks(text: str, kind: str) -> None:
-    """Raise ConfigError unless sandboxes of this kind can hold all tasks."""
+def unread_lines(text: str, kind: str) -> list[str]:
+    """Return a line for what stands in the tasks of `harbor:FOLDER` and has no effect with this kind of
+    sandbox.
+    """
+    tasks = read_tasks(text)
+    lines = []
+    if unread := list_unread(tasks):
+        lines.append(f"{text}: of task.toml has no effect: {', '.join(unread)}")
+    ignored = [task for task in tasks if task.image and (task.folder / DOCKERFILE).is_file()]
+    if ignored and not kind.startswith("bubblewrap"):
+        lines.append(
+            f"{text}: {len(ignored)} of {len(tasks)} tasks have {DOCKERFILE}, which has no effect beside "
+            "environment.docker_image"
+        )
+    if kind.startswith("kubernetes"):
+        lines.append(f"{text}: in pods, a process that the policy leaves runs on beside the tests")
+    return lines
+
+
+def check_tasks(text: str, kind: str, reward_seconds: float) -> None:
+    """Raise ConfigError unless sandboxes of this kind can hold all tasks, and their tests may take as long as
+    they say. reward_seconds: reward.timeout_s.
+    """
     key = "rollout.environment"
     if kind.startswith("e2b"):
         raise ConfigError(
@@ -121,6 +143,12 @@ def check_tasks(text: str, kind: str) -> None:
             check_task(task, kind)
     except DataError as error:
         raise ConfigError(f"{key}={text}: {error}") from None
+    longest = max(tasks, key=lambda task: task.test_seconds)
+    if longest.test_seconds > reward_seconds:
+        raise ConfigError(
+            f"reward.timeout_s={reward_seconds:g}: {longest.folder / 'task.toml'} allows "
+            f"verifier.timeout_sec={longest.test_seconds:g} for its tests. Raise it above that."
+        )
 
 
 def check_task(task: TaskFolder, kind: str) -> None:
@@ -136,7 +164,7 @@ def check_task(task: TaskFolder, kind: str) -> None:
 
 def read_layout(folder: Path) -> Layout:
     """Read the part of a Dockerfile that copies files. Raises DataError for one that needs an image."""
-    file = folder / "environment" / "Dockerfile"
+    file = folder / DOCKERFILE
     place = "/"
     copies = []
     variables: dict[str, str] = {}

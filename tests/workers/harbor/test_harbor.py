@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
+from controller.config import load
+from controller.lifecycle.tokenized_inputs import task_warnings
+from tests.refusals import refused
 from tests.workers.sandbox.conftest import needs_bubblewrap
 from workers.config.sandbox import SandboxConfig
 from workers.environment import Turn
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.harbor.environment import HarborEnvironment
-from workers.harbor.task_folders import check_tasks, list_unread, read_layout, read_tasks, records
+from workers.harbor.task_folders import check_tasks, read_layout, read_tasks, records, unread_lines
 from workers.sandbox.kinds import export_settings
 from workers.user_code.task_sources import task_records
 
@@ -93,8 +96,31 @@ def test_every_task_of_a_folder_is_a_record_with_a_shell(tasks: Path) -> None:
     made = task_records(f"harbor:{tasks}")
     assert [record["prompt"][0]["content"] for record in made] == ["Do parts.\n", "Do sort.\n", "Do steps.\n"]
     assert {record["tools"][0]["function"]["name"] for record in made} == {"shell"}
-    assert list_unread(read_tasks(f"harbor:{tasks}")) == ["environment.cpus"]
-    check_tasks(f"harbor:{tasks}", "bubblewrap")
+    check_tasks(f"harbor:{tasks}", "bubblewrap", 20.0)
+
+
+def test_tests_that_may_outlast_the_reward_are_refused(tasks: Path) -> None:
+    with refused("reward.timeout_s=19.5"):
+        check_tasks(f"harbor:{tasks}", "bubblewrap", 19.5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["data.train={}"], ["data.validation={}"], ["data.sources={{'{}': 1}}"], ["rollout.environment={}"]],
+)
+def test_what_is_not_read_of_tasks_is_named_from_every_door(
+    tasks: Path, tmp_path: Path, overrides: list[str]
+) -> None:
+    settings = [override.format(f"harbor:{tasks}") for override in overrides]
+    (line,) = task_warnings(load(None, ["model.path=x", *settings]))
+    assert line.endswith(": environment.cpus")
+
+
+def test_a_dockerfile_that_containers_ignore_is_named(tasks: Path) -> None:
+    (tasks / "sort/task.toml").write_text(f'{TOML}docker_image = "registry/sort"\n')
+    text = f"harbor:{tasks}"
+    assert ["1 of 3" in line for line in unread_lines(text, "docker:x")] == [False, True]
+    assert len(unread_lines(text, "bubblewrap")) == 1 and len(unread_lines(text, "kubernetes:x")) == 3
 
 
 @needs_bubblewrap
@@ -116,6 +142,20 @@ def test_the_policy_works_by_the_shell_and_a_turn_without_a_call_is_scored(tasks
     observation = environment.step(Turn("done"))
     assert observation.done and observation.reward == 1.0
     assert begin(tasks / "sort").step(Turn("")).reward == 0.0
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("sandbox")
+def test_a_process_that_the_policy_leaves_does_not_write_the_reward(tasks: Path) -> None:
+    """It writes whenever the tests have run, in a session of its own and deaf to signals that can be caught."""
+    environment = begin(tasks / "steps")
+    loop = "trap '' HUP TERM; while :; do echo 1 > /logs/verifier/reward.txt; done"
+    environment.step(
+        call(f"setsid sh -c {loop!r} > /dev/null 2>&1 & sleep 0.2; cat /logs/verifier/reward.txt")
+    )
+    script = "echo 0.25 > /logs/verifier/reward.txt\nsleep 0.3\n"
+    (tasks / "steps/tests/test.sh").write_text(script)
+    assert environment.step(Turn("")).reward == 0.25
 
 
 @needs_bubblewrap
@@ -171,15 +211,15 @@ def test_a_malformed_folder_is_refused_by_its_file(tasks: Path, name: str, text:
 def test_a_task_that_needs_an_image_is_refused_before_the_run(tasks: Path, line: str) -> None:
     (tasks / "sort/environment/Dockerfile").write_text(f"FROM ubuntu\n{line}\n")
     with pytest.raises(ConfigError, match=r"sort/environment/Dockerfile"):
-        check_tasks(f"harbor:{tasks}", "bubblewrap")
+        check_tasks(f"harbor:{tasks}", "bubblewrap", 20.0)
 
 
 def test_containers_take_the_image_of_each_task(tasks: Path) -> None:
     with pytest.raises(ConfigError, match="docker_image"):
-        check_tasks(f"harbor:{tasks}", "docker:x")
+        check_tasks(f"harbor:{tasks}", "docker:x", 20.0)
     for name in TASKS:
         (tasks / name / "task.toml").write_text(f'{TOML}docker_image = "registry/{name}"\n')
-    check_tasks(f"harbor:{tasks}", "docker:x")
+    check_tasks(f"harbor:{tasks}", "docker:x", 20.0)
     assert {task.image for task in read_tasks(f"harbor:{tasks}")} == {f"registry/{name}" for name in TASKS}
 
 
