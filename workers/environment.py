@@ -84,7 +84,7 @@ class Observation:
 class Environment(Protocol):
     """Interface of a class named by rollout.environment. Its methods may be coroutine functions.
 
-    A class may also have `close(self) -> None`.
+    A class may also have `close(self) -> None`, and `solve(self) -> Observation` for `ballast certify`.
     """
 
     def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:

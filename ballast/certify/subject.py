@@ -18,12 +18,13 @@ from controller.config.model_files import read_model_files
 from controller.config.yaml_text import read_yaml
 from controller.data.records import Record, iter_records
 from controller.lifecycle.judge_inputs import find_parser
-from controller.lifecycle.reward_inputs import find_agent, with_messages
+from controller.lifecycle.reward_inputs import find_agent, pack_environment, with_messages
 from controller.lifecycle.user_functions import import_function
 from workers.chat_messages import check_not_blank, clean_prompt
 from workers.errors import ConfigError, DataError, Problems, clause
 from workers.rendering import with_images
-from workers.user_code.functions import Tools, find_class, find_tools
+from workers.sandbox.kinds import export_settings
+from workers.user_code.functions import Tools, find_tools
 from workers.user_code.rewards import RewardFunction
 from workers.user_code.task_sources import package_of
 
@@ -128,7 +129,7 @@ def read_subject(config: Config, name: str, answer_key: str = "") -> Subject:
     with problems.collecting():
         functions = _find_rewards(config, first)
     with problems.collecting():
-        environment = _find_environment(config, timeout_s)
+        environment = _find_environment(config)
     with problems.collecting():
         agent = find_agent(config, quiet) if config.rollout.runs_agent else b""
     with problems.collecting():
@@ -167,11 +168,11 @@ def _clean(record: Record, place: str, prompt_key: str, image_key: str) -> Recor
     return record | {prompt_key: prompt} | ({image_key: images} if images and image_key else {})
 
 
-def _find_environment(config: Config, timeout_s: float) -> bytes:
-    environment = config.rollout.environment
-    if not environment or config.rollout.runs_agent:
+def _find_environment(config: Config) -> bytes:
+    if not config.rollout.environment or config.rollout.runs_agent:
         return b""
-    return find_class("rollout.environment", environment, ("reset", "step"), timeout_s=timeout_s)
+    export_settings(config.rollout.sandbox)
+    return pack_environment(config)
 
 
 def _find_rewards(config: Config, first: Record) -> list[RewardFunction]:

@@ -46,17 +46,20 @@ def find_environment(config: Config, example: Record, log: Log) -> tuple[bytes, 
     if not name or config.rollout.runs_agent:
         return b"", None
     with waiting(log, f"the import of {name}, {key}", config):
-        packed = _pack_environment(config, key, name)
+        packed = pack_environment(config)
     with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
 
 
-def _pack_environment(config: Config, key: str, name: str) -> bytes:
+def pack_environment(config: Config) -> bytes:
+    """Return the class of rollout.environment, pickled. Raises ConfigError."""
+    key = "rollout.environment"
+    name = config.rollout.environment
     if package_of(name) == OPENENV:
-        from workers.openenv.environment import pack_environment
+        from workers.openenv.environment import pack_server_environment
 
-        return pack_environment(name)
+        return pack_server_environment(name)
     place = HARBOR_CLASS if package_of(name) == HARBOR else name
     return find_class(key, place, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
 

@@ -85,7 +85,7 @@ class OpenEnvEnvironment:
         return float(reward)
 
 
-def pack_environment(text: str) -> bytes:
+def pack_server_environment(text: str) -> bytes:
     """Return the class of environments of `openenv:URL`, pickled."""
     url, _ = name_and_options(text)
     packed: bytes = cloudpickle.dumps(type("ServerEnvironment", (OpenEnvEnvironment,), {"url": url}))

@@ -43,6 +43,11 @@ class RemoteEnvironment:
     async def step(self, response: Turn) -> Observation:
         return Observation(**await self._call("step", response))
 
+    async def solve(self) -> Observation | None:
+        """Play the environment's own solution. Returns None if the class has no `solve`."""
+        solved = await self._call("solve", None)
+        return None if solved is None else Observation(**solved)
+
     async def close(self) -> None:
         await self._call("close", None)
 
@@ -189,6 +194,8 @@ class Player:
     def _answer(self, method: str, argument: Any) -> Any:
         if method == "close":
             return self._close()
+        if method == "solve":
+            return self._solve()
         if method == "reset":
             self._close()
             if hasattr(self._class, "close"):
@@ -196,6 +203,10 @@ class Player:
             self._environment = self._class()
         value = self._runner.run(result_of(getattr(self._environment, method)(argument)))
         return as_opening(value) if method == "reset" else as_observation(value)
+
+    def _solve(self) -> dict[str, Any] | None:
+        solve = getattr(self._environment, "solve", None)
+        return None if solve is None else as_observation(self._runner.run(result_of(solve())))
 
     def _close(self) -> None:
         environment = self._environment

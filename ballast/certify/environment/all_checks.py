@@ -14,10 +14,15 @@ from ballast.certify.environment.judge_checks import check_judge
 from ballast.certify.environment.play import PlayedEpisode, Rules
 from ballast.certify.environment.policies import answer_of
 from ballast.certify.environment.rewards import totals_of
+from ballast.certify.environment.solutions import check_solutions
 from ballast.certify.environment.tool_checks import TriedTools, check_tools
+from ballast.certify.findings import Finding, Level
 from ballast.certify.subject import ANSWER_COLUMNS, Subject
+from controller.config import Config
+from controller.lifecycle.tokenized_inputs import task_warnings
 from workers.config.roles import HTTP
 from workers.environment import as_text
+from workers.errors import clause
 
 CHECK = "environment and tools"
 
@@ -70,7 +75,24 @@ def _check_environment(subject: Subject, certificate: Certificate) -> None:
     )
     findings, episodes = asyncio.run(check_environment(target, subject.records))
     certificate.add(*findings)
+    solved, count = asyncio.run(check_solutions(target, subject.records))
+    certificate.add(*solved, *_unread_findings(config, target.place))
+    if count:
+        certificate.add_coverage("solutions", f"{count:,} of {len(subject.records):,} tasks, each once")
     _cover(certificate, "environment", subject, episodes, f"{REPEATED} records again, alone and interleaved")
+
+
+def _unread_findings(config: Config, place: str) -> list[Finding]:
+    return [
+        Finding(
+            name="environment.task_not_read",
+            level=Level.NOTE,
+            problem=clause(line),
+            place=place,
+            advice="set what the task needs in rollout.sandbox, or leave the task out",
+        )
+        for line in task_warnings(config)
+    ]
 
 
 def _check_agent(subject: Subject, certificate: Certificate) -> None:

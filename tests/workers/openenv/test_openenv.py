@@ -12,7 +12,7 @@ import pytest
 from tests.workers.openenv.stand_in import StandIn, serving
 from workers.environment import Turn
 from workers.errors import ConfigError, EpisodeError
-from workers.openenv.environment import pack_environment
+from workers.openenv.environment import pack_server_environment
 from workers.openenv.tasks import records as read_tasks
 from workers.user_code.environments import EnvironmentPool
 from workers.user_code.task_sources import task_records
@@ -51,7 +51,7 @@ async def play(pool: EnvironmentPool, record: dict[str, Any], *turns: Turn) -> l
 
 
 def play_all(url: str, *episodes: tuple[dict[str, Any], list[Turn]], seconds: float = 20.0) -> list[Any]:
-    pool = EnvironmentPool(pack_environment(f"openenv:{url}"), timeout_s=seconds)
+    pool = EnvironmentPool(pack_server_environment(f"openenv:{url}"), timeout_s=seconds)
 
     async def gather() -> Any:
         try:
