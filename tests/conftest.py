@@ -213,14 +213,20 @@ def ray_session() -> None:
 
     if ray.is_initialized():
         return
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=2 * 2**30,
-        _system_config={"metrics_report_interval_ms": 1000},  # the shortest; tests wait for reports
-    )
+    from tests.fork_server import fork_workers
+
+    reports = {"metrics_report_interval_ms": 1000}  # the shortest; tests wait for reports
+    patience = {"worker_register_timeout_seconds": 300}  # the first worker waits for the server's imports
+    with pytest.MonkeyPatch.context() as patch:
+        fork_workers(patch)
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=2 * 2**30,
+            _system_config=reports | patience,
+        )
 
 
 @pytest.fixture
