@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from controller.engines.fleet import FRUITLESS_DEATHS, UP, Fleet, State
 from workers.config.model import ONLY_POLICY
 from workers.config.roles import RolloutConfig
-from workers.errors import ConfigError, LostError, RolloutError
+from workers.errors import BallastError, ConfigError, LostError, RolloutError
 
 MakeActor = Callable[[int, int], Any]
 STOP_SECONDS = 30.0
@@ -352,5 +352,6 @@ class RolloutEngines:
 def cause_of(error: Exception) -> str:
     """Return the actor's error, or the cause of its death, in one line without Ray's traceback."""
     cause = error.cause if isinstance(error, RayTaskError) else error
-    text = " ".join(f"{type(cause).__name__}: {cause}".split())
+    typed = str(cause) if isinstance(cause, BallastError) else f"{type(cause).__name__}: {cause}"
+    text = " ".join(typed.split())
     return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

@@ -28,6 +28,7 @@ from workers.engine.image_inputs import ImageInputs
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.placement import check_placement
 from workers.engine.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad
+from workers.engine.root_cause import prepare_error_file, root_cause
 from workers.engine.session_record import SessionRecord
 from workers.engine.vllm_interface import (
     build_engine,
@@ -41,7 +42,7 @@ from workers.engine.vllm_interface import (
 from workers.engine.weights.weight_delta import Payload, WeightFile
 from workers.engine.weights.weight_transfer import private_file
 from workers.episodes.episode import Episode
-from workers.errors import LostError, RolloutError
+from workers.errors import BallastError, LostError, RolloutError, WorkerError
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rollout.engine_life import describe_death, end_engine, wait_while_alive
 from workers.rollout.players import AgentPlayer, EpisodePlayer, Player, load_renderer
@@ -163,13 +164,19 @@ class VllmEngineActor:
     async def start(self) -> None:
         """Build the engine, with the weights of `model.path` as version 0. Takes 15 to 60 s.
 
-        Raises ConfigError for an impossible placement, and vLLM's errors.
+        Raises ConfigError for an impossible placement, and WorkerError with the root cause of vLLM's errors.
         """
         import torch
 
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
-        # In a thread, so that `stop` and `pids` answer while the engine loads.
-        engine = await asyncio.to_thread(self._build)
+        prepare_error_file()
+        try:
+            # In a thread, so that `stop` and `pids` answer while the engine loads.
+            engine = await asyncio.to_thread(self._build)
+        except BallastError:
+            raise
+        except Exception as error:  # vLLM's differ by version
+            raise WorkerError(root_cause(error)) from error
         images = ImageInputs(engine)
         self._adapters = EngineAdapters(engine)
         self._sampler = TurnSampler(

@@ -1,11 +1,11 @@
 """An engine may die at any time: calls that notice it, its reason, and an end of all its processes."""
 
 import asyncio
-import traceback
 from collections.abc import Awaitable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from workers.engine.root_cause import describe, recorded_cause
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,16 +30,10 @@ async def wait_while_alive(engine: "AsyncLLM", call: Awaitable[T]) -> T:
 
 
 def describe_death(death: Exception) -> str:
-    cause = death.__cause__
-    if cause:
-        return f"{type(cause).__name__}: {cause if str(cause) else _last_line(cause)}"
-    return "its log is in Ray's session folder, logs/worker-*."
-
-
-def _last_line(error: BaseException) -> str:
-    """Return the line that raised, of an error without a text, as a library's assertion."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    """Return why an engine died: on a CPU the error has its cause, on GPUs its processes recorded it."""
+    if death.__cause__:
+        return describe(death.__cause__)
+    return recorded_cause() or "its log is in Ray's session folder, logs/worker-*."
 
 
 def end_engine(engine: "AsyncLLM | None") -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workers.engine.placement import BACKENDS
+from workers.engine.root_cause import record_errors
 from workers.user_code.process import end_with_parent
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 def register() -> None:
     """Register our engines with vLLM. Its processes call this entry point at start."""
     end_with_actor()
+    record_errors()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in ENGINES.items():
