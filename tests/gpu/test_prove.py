@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from controller.actors.layout import sum_reserved
+from controller.config import load
+from controller.preflight.checks import check
 from tests.gpu.prove import __main__ as program
 from tests.gpu.prove.outcome import (
     FAILED,
@@ -24,6 +27,8 @@ from tests.gpu.prove.outcome import (
 )
 from tests.gpu.prove.page import BEGIN, END, save_json, section_of, write_section
 from tests.gpu.prove.parts import Part, parts_of, seconds_of
+from tests.gpu.prove.whole_run import settings_of
+from tests.gpu.prove.workloads import WORKLOADS
 
 PROGRAMS = {
     "passes": "from tests.gpu.prove.outcome import write_facts\nwrite_facts(tests={'passed': 3, 'failed': 0})",
@@ -115,6 +120,17 @@ def test_some_parts_again_keep_what_the_others_gave(tmp_path: Path) -> None:
     parts = json.loads((tmp_path / "page.json").read_text())["parts"]
     assert [part["part"] for part in parts] == ["quickstart", "versions"]
     assert Outcome(**parts[0]) == outcomes[1]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_settings_of_every_run_pass_the_checks(name: str, tmp_path: Path) -> None:
+    """A card's session is too short to learn there that a combination is refused."""
+    WORKLOADS[name].make(tmp_path, "cpu")
+    for device in ("cpu", "cuda"):
+        config = load(None, settings_of(WORKLOADS[name], tmp_path, device))
+        check(config)
+        gpus = next(part.gpus for part in parts_of(device) if part.name == name)
+        assert sum_reserved(config, "GPU") == (max(1, gpus) if device == "cuda" else 0)
 
 
 def test_names_of_parts_are_unique_and_their_files_exist() -> None:

@@ -49,6 +49,7 @@ def parts_of(device: str) -> list[Part]:
     They run one after the other: an engine that measures the card's memory fails if another program frees some.
     """
     on_gpus = device == "cuda"
+    apart = 2 if on_gpus else 0
     start_s = 150.0 if on_gpus else 60.0  # a run's processes, engine and first step
     benchmark = () if on_gpus else ("--tiny", "--device", "cpu", "--repeats", "1")
     whole_run_tests = suite("test_loop", "weights after every update, float32", 3, "ray", "vllm", gpus=1)
@@ -60,7 +61,7 @@ def parts_of(device: str) -> list[Part]:
         whole_run("qwen3_0_6b", "Qwen3-0.6B, random weights", 4, start_s),
         whole_run_tests,
         whole_run("frozen_tower", "images, frozen tower", 3, start_s),
-        whole_run("adapters", "LoRA, adapters sent", 3, start_s),
+        whole_run("lora", "LoRA, merged weights sent", 3, start_s),
         suite("test_flash_kernels", "operators of rings and sinks", 0.5),
         suite("test_shared_prefixes", "prompts computed once", 1),
         whole_run("hybrid", "gated delta nets and attention", 4, start_s),
@@ -68,7 +69,8 @@ def parts_of(device: str) -> list[Part]:
         whole_run("tools", "tools", 3, start_s),
         whole_run("agent", "an agent", 3, start_s),
         whole_run("trained_tower", "images, trained tower", 3, start_s),
-        whole_run("apart", "engines apart, one update ahead", 3, start_s, gpus=2 if on_gpus else 0),
+        whole_run("apart", "engines apart, one update ahead", 3, start_s, gpus=apart),
+        whole_run("adapters", "engines apart, LoRA's adapters sent", 3, start_s, gpus=apart),
         suite("test_training", "compiled layers, offload, memory of an update", 2),
         suite("test_doctor", "the doctor", 2, "ray", "vllm", gpus=1),
         Part("benchmark", "training speed", "tests.gpu.benchmark", benchmark, share=6, least_s=60.0),

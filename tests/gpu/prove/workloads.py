@@ -173,17 +173,19 @@ def measured_model(size: str, prompts: int, utilization: float) -> Workload:
 
 
 BF16 = ("model.dtype=bfloat16",)  # as vLLM's kernels of gated delta nets on CPUs
-LORA = ("model.lora.rank=8", "model.lora.sync=adapters")
+LORA = ("model.lora.rank=8",)
 TOOLS = ("rollout.tools=examples/tools/tools.py", "rollout.max_episode_tokens=80")
 AGENT = (
     "rollout.agent=examples/agent/agent.py:run",
     "rollout.agent_timeout_s=60",
     "rollout.max_episode_tokens=128",
 )
-AHEAD = ("rollout.placement=apart", "rollout.max_staleness=1")
+APART = "rollout.placement=apart"  # engines that sleep would lose the model below adapters
+AHEAD = (APART, "rollout.max_staleness=1")
 WORKLOADS = {
     "quickstart": Workload(make_addition, (*SMALL, *TEXTS), steps=8),
-    "adapters": Workload(make_addition, (*SMALL, *TEXTS, *LORA)),
+    "lora": Workload(make_addition, (*SMALL, *TEXTS, *LORA)),
+    "adapters": Workload(make_addition, (*SMALL, *TEXTS, *LORA, "model.lora.sync=adapters", APART)),
     "frozen_tower": Workload(make_images, (*SMALL, *IMAGES), most_mismatch=0.05),
     "trained_tower": Workload(make_images, (*SMALL, *IMAGES, "model.train_vision=true"), most_mismatch=0.05),
     "hybrid": Workload(make_hybrid, (*SMALL, *TEXTS, *BF16), most_mismatch=0.05),
