@@ -321,7 +321,23 @@ def memory_lines(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
         *([f"training was not measured: {memory.problem}"] if memory.problem else lines),
         f"an engine: {engine.weights:.1f} of weights on each GPU, room for {engine.kv_tokens:,} tokens. The "
         f"longest sequence has {config.max_model_tokens:,}",
+        *_concurrency_lines(config, engine),
         f"host memory of node 0: {_sum(host)}{limit}",
+    ]
+
+
+def _concurrency_lines(config: Config, engine: Engine) -> list[str]:
+    """Say that requests of an engine may outgrow its cache, if all of them are long."""
+    fitting = engine.kv_tokens // config.max_model_tokens
+    samples = math.ceil(config.sequences_per_step / max(1, config.engines))
+    requests = min(config.rollout.max_concurrent, samples)
+    if requests <= fitting:
+        return []
+    return [
+        f"note: an engine runs up to {requests:,} requests (rollout.max_concurrent="
+        f"{config.rollout.max_concurrent}), and its cache holds {fitting:,} of the longest. If most are that "
+        "long, vLLM drops requests from the cache and computes them again. Lower rollout.max_concurrent, or "
+        "raise rollout.gpu_memory_utilization"
     ]
 
 

@@ -102,6 +102,28 @@ def test_an_engine_has_its_share_of_a_gpu_less_half_precision_weights() -> None:
     assert engine.kv_tokens == int((40 * GIB - 8e9) / 2**16)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "requests"),
+    [
+        (("rollout.max_concurrent=300",), 300),
+        (("rollout.max_concurrent=300", "batch.prompts_per_step=320", "rollout.samples_per_prompt=7"), 280),
+        (("rollout.max_concurrent=200",), 0),
+        (("rollout.max_concurrent=300", "batch.prompts_per_step=8"), 0),  # so few of a step's samples
+    ],
+)
+def test_more_requests_than_fit_into_an_engines_cache_are_said(
+    overrides: tuple[str, ...], requests: int
+) -> None:
+    """The cache holds 205,567 tokens, 200 sequences of 1,024."""
+    lengths = ("data.max_prompt_tokens=512", "rollout.sampling.max_new_tokens=512")
+    many = ("batch.prompts_per_step=512", "rollout.samples_per_prompt=8")
+    lines = memory_lines(eight_gpus(*lengths, *many, *overrides), Memory({"policy": POLICY}), {}, EIGHT)
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert bool(notes) == bool(requests)
+    if requests:
+        assert f"up to {requests} requests" in notes[0] and "holds 200 of the longest" in notes[0]
+
+
 def test_what_does_not_fit_says_what_to_change() -> None:
     tight = replace(EIGHT, gpu_gib=20.0)
     refuse("lower policy.max_tokens_per_micro_batch", eight_gpus(), tight)
