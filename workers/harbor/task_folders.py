@@ -123,8 +123,8 @@ def unread_lines(text: str, kind: str) -> list[str]:
             f"{text}: {len(ignored)} of {len(tasks)} tasks have {DOCKERFILE}, which has no effect beside "
             "environment.docker_image"
         )
-    if kind.startswith("kubernetes"):
-        lines.append(f"{text}: in pods, a process that the policy leaves runs on beside the tests")
+    if kind.startswith(("kubernetes", "modal", "daytona")):
+        lines.append(f"{text}: in {kind}, a process that the policy leaves runs on beside the tests")
     return lines
 
 

@@ -83,6 +83,9 @@ class HostedSandbox(ShellSandbox):
             self._state = str(error)
             raise SandboxError(f"the sandbox ended: {error}") from None
 
+    def end_commands(self) -> None:
+        """Do nothing: no service starts a machine anew with its files, or tells commands from its own daemon."""
+
     def stop(self) -> None:
         if self._state:
             return
@@ -103,7 +106,8 @@ def check_service(key: str, service: Service, image: str, limits: SandboxLimits)
     setting = f"{key}={service.name}:{image}"
     if not image:
         raise ConfigError(
-            f"{key}={service.name}: it names no {service.needed.lower()}. Set {service.name}:{service.needed}."
+            f"{key}={service.name}: it names no {service.needed.lower()}. "
+            f"Set {service.name}:{service.needed}."
         )
     if find_spec(service.name) is None:
         raise ConfigError(
