@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workers.config.model import ModelConfig
+from workers.config.model import ALL_LINEAR, ModelConfig
 from workers.engine.engine_options import LORA_RANKS
 from workers.errors import RolloutError
+from workers.model.weight_files import weight_shapes
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -23,6 +24,7 @@ NAME = "policy"
 """vLLM's name for the adapters of the only policy."""
 OTHER_NAMES = {"shared_expert_gate": "expert_gate"}
 """vLLM's second name for a module, by which it is called. Without it, its adapter is loaded and not computed."""
+NOT_ADAPTED = {"embed_tokens", "lm_head"}
 EXPERTS = "experts"
 """vLLM's name for the experts of a layer."""
 
@@ -41,19 +43,28 @@ def adapter_arguments(model: ModelConfig) -> dict[str, Any]:
 def _modules_beside_experts(model: ModelConfig) -> dict[str, Any]:
     """Return an argument with the modules of a mixture of experts that are adapted. By default vLLM keeps
     room for adapters of every expert, and computes them with another kernel.
-    """
-    from workers.model.checkpoint.lora import names_of_targets
-    from workers.model.sharding.tensor_parallel import find_experts
-    from workers.model.skeleton import build_skeleton
 
-    policy = build_skeleton(model, Path(model.path), "lm", trained=True, weights=False).model
-    if not find_experts(policy):
+    `all-linear` is every matrix in the files, some of which get no adapter. The trainer's code would tell them
+    apart, but imports Numba, which vLLM's start on a CPU stumbles over.
+    """
+    shapes = weight_shapes(_folder(model.path))
+    matrices = {name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}
+    beside = {name for name in matrices if EXPERTS not in name.split(".")}
+    if not any(EXPERTS in name.split(".") for name in shapes):
         return {}
-    names = names_of_targets(policy, model.lora.target_modules)
-    names += [OTHER_NAMES[name] for name in names if name in OTHER_NAMES]
+    names = {name.split(".")[-2] for name in beside} - NOT_ADAPTED
+    if model.lora.target_modules != ALL_LINEAR:
+        names = {name.strip() for name in model.lora.target_modules.split(",")}
+    names |= {OTHER_NAMES[name] for name in names if name in OTHER_NAMES}
     if not model.lora.target_parameters:
-        return {"lora_target_modules": names}
-    return {"lora_target_modules": [*names, EXPERTS], "enable_mixed_moe_lora_format": True}
+        return {"lora_target_modules": sorted(names)}
+    return {"lora_target_modules": [*sorted(names), EXPERTS], "enable_mixed_moe_lora_format": True}
+
+
+def _folder(path: str) -> Path:
+    from transformers.utils import cached_file
+
+    return Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
 
 
 class EngineAdapters:

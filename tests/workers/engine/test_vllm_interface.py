@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from safetensors.numpy import save_file
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.refusals import refused
-from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.config.roles import LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.adapters import adapter_arguments
 from workers.engine.placement import check_placement
 from workers.engine.vllm_interface import (
     as_response,
@@ -227,6 +229,42 @@ def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow
     arguments = engine_arguments(model, RolloutConfig(), placement="apart", max_model_tokens=99, seed=1)
     assert arguments.enable_return_routed_experts == (setting != "none")
     assert arguments.enable_prefix_caching, "vLLM returns them with prefix caching only"
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "expected"),
+    [
+        ({"mlp.down_proj": (8, 8)}, {}, None),
+        ({"mlp.experts.0.w1": (8, 8)}, {}, ["q_proj"]),
+        ({"mlp.experts.gate_up_proj": (2, 8, 8)}, {}, ["q_proj"]),
+        (
+            {"mlp.experts.0.w1": (8, 8), "mlp.norm": (8,)},
+            {"target_modules": "o_proj,v_proj"},
+            ["o_proj", "v_proj"],
+        ),
+        (
+            {"mlp.experts.0.w1": (8, 8), "mlp.shared_expert_gate": (1, 8)},
+            {},
+            ["expert_gate", "q_proj", "shared_expert_gate"],
+        ),
+        (
+            {"mlp.experts.0.w1": (8, 8)},
+            {"target_parameters": "experts.gate_up_proj,experts.down_proj"},
+            ["q_proj", "experts"],
+        ),
+    ],
+)
+def test_an_engine_with_experts_adapts_the_modules_that_are_trained(
+    tmp_path: Path, weights: dict[str, tuple[int, ...]], settings: dict[str, str], expected: list[str] | None
+) -> None:
+    common = {"self_attn.q_proj": (8, 8), "embed_tokens": (9, 8), "lm_head": (9, 8)}
+    tensors = {f"model.{name}.weight": np.zeros(shape) for name, shape in (common | weights).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    lora = LoraConfig(rank=9, sync="adapters", **settings)
+    arguments = adapter_arguments(ModelConfig(path=str(tmp_path), lora=lora))
+    assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 1, 16)
+    assert arguments.get("lora_target_modules") == expected
+    assert arguments.get("enable_mixed_moe_lora_format", False) == ("target_parameters" in settings)
 
 
 def test_vllms_output_becomes_a_response() -> None:

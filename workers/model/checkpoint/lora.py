@@ -47,7 +47,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     import peft
     from peft.tuners.lora.layer import ParamWrapper
 
-    names = names_of_targets(model, config.target_modules)
+    names = _target_names(model, config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
@@ -154,8 +154,7 @@ def modules_left_out(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return sorted(name for name in _linear_names(model) if not _takes_adapter(model, name))
 
 
-def names_of_targets(model: PreTrainedModel, setting: str) -> list[str]:
-    """Return the last parts of the names of modules that get an adapter. setting: `target_modules`."""
+def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     linear_names = {name for name in _linear_names(model) if _takes_adapter(model, name)}
     if not linear_names:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
