@@ -81,6 +81,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.asynchronous --output docs/asynchronous-benchmark.md
 	$(BIN)/python -m tests.benchmarks.gateway --output docs/gateway-benchmark.md
 	$(BIN)/python -m tests.benchmarks.weights --output docs/weights-benchmark.md
+	$(BIN)/python -m tests.benchmarks.lora_sync --output docs/lora-benchmark.md
 	$(BIN)/python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md --picture docs/schedule.png
 
 docs: setup

@@ -1,1 +1,1 @@
-"""Mixtures of experts: expert parallelism, router losses, router replay."""
+"""Mixtures of experts: expert parallelism, adapters, router losses, router replay."""
