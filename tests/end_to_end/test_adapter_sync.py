@@ -1,8 +1,11 @@
 """Runs with model.lora.sync=adapters: engines compute A and B of each update beside the base model.
 
-Two runs, about 40 seconds each. Only here are adapters of a run in a real engine, and does one that starts
-late get them.
+Two runs, and one that begins with the adapters of another, about 40 seconds each. Only here are adapters of a
+run in a real engine, and does one that starts late get them.
 """
+
+import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -39,3 +42,20 @@ def test_ahead_of_the_steps_requests_continue_and_a_new_engine_gets_the_adapters
     ahead = run_loop([*settings, *LORA, "run.name=ahead"])
     assert max(step["rollout/staleness_max"] for step in ahead.outcome.steps) > 0
     assert_engine_equals_saved_model(ahead)
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_adapters_alone_that_another_left(
+    ray_session: None, settings: list[str], tmp_path: Path
+) -> None:
+    """The first sends merged weights, the second adapters. The reference stays the base model."""
+    settings = [*without_validation(settings), *LORA, "run.steps=2", "algorithm.loss.kl_coefficient=0.1"]
+    first = run_loop([*settings, "model.lora.sync=merged", "run.name=first"])
+    began, ended = [step["policy/reference_kl"] for step in first.outcome.steps]
+    adapters = shutil.move(first.folder / "adapters", tmp_path / "adapters")
+    shutil.rmtree(first.folder)
+    second = run_loop([*settings, f"model.lora.path={adapters}", "run.name=second"])
+    steps = second.outcome.steps
+    assert steps[0]["policy/reference_kl"] > ended > began
+    assert max(step["policy/rollout_mismatch_max"] for step in steps) <= TOLERANCE
+    assert_engine_equals_saved_model(second)
