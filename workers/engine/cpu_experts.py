@@ -55,14 +55,15 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[m
         activation: MoEActivation,
         global_num_experts: int,
         expert_map: Tensor | None,
-        *unused: Any,
+        *,
         apply_router_weight_on_input: bool,
         **options: Any,
     ) -> None:
         """Write sums over experts to output [tokens, hidden]. w1: [experts, 2 inner, hidden], w2: [experts,
         hidden, inner].
         """
-        output.zero_()
+        sums = output
+        sums.zero_()
         for expert in topk_ids.unique().tolist():
             place = expert if expert_map is None else int(expert_map[expert])
             if place < 0:  # of another process
@@ -71,7 +72,7 @@ class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[m
             rows = self._outputs(hidden_states[tokens], tokens, place, w1[place], w2[place], activation)
             if not apply_router_weight_on_input:
                 rows = rows * topk_weights[tokens, choices, None].to(rows.dtype)
-            output.index_add_(0, tokens, rows)
+            sums.index_add_(0, tokens, rows)
 
     def _outputs(
         self, x: Tensor, tokens: Tensor, expert: int, w1: Tensor, w2: Tensor, activation: MoEActivation

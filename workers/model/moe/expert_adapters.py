@@ -103,17 +103,17 @@ def add_expert_adapters(model: nn.Module, config: LoraConfig) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"{key}: {name} is not known. Use {' or '.join(known)}.")
-    modules = [module for module in find_experts(model) if getattr(module, "has_gate", False)]
-    if names and not modules:
+    layers = [experts for experts in find_experts(model) if getattr(experts, "has_gate", False)]
+    if names and not layers:
         raise ConfigError(f"{key}: {type(model).__name__} has no fused experts. Leave it out.")
-    for module in modules:
+    for experts in layers:
         for name in names:
             weight_name = name.rpartition(".")[2]
-            weight = module.get_parameter(weight_name)
-            adapter = ExpertAdapter(weight, config, transposed=bool(module.is_transposed))
-            module.add_module(weight_name + SUFFIX, adapter)
+            weight = experts.get_parameter(weight_name)
+            adapter = ExpertAdapter(weight, config, transposed=bool(experts.is_transposed))
+            experts.add_module(weight_name + SUFFIX, adapter)
         if names:
-            module.forward = partial(_compute_as_merged, module, module.forward)  # type: ignore[method-assign]
+            experts.forward = partial(_compute_as_merged, experts, experts.forward)  # type: ignore[method-assign]
 
 
 def _compute_as_merged(
@@ -147,9 +147,9 @@ def adapter_of(experts: nn.Module, weight_name: str) -> ExpertAdapter | None:
 
 def share_adapters(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Share the adapters of `experts` as their weights over the one dimension of `mesh`, in place."""
-    for module in experts.children():
-        if isinstance(module, ExpertAdapter):
-            module.share(mesh)
+    for adapter in experts.children():
+        if isinstance(adapter, ExpertAdapter):
+            adapter.share(mesh)
 
 
 def stored_expert_weights(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
