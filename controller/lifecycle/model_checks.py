@@ -124,7 +124,7 @@ def _check_optimizers(config: TrainingConfig) -> None:
 
 
 def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
-    from workers.model.checkpoint.lora import add_adapters
+    from workers.model.checkpoint.lora import add_adapters, lower_base
     from workers.model.rules.model_rules import check_model
     from workers.model.skeleton import build_sampled, build_skeleton
 
@@ -141,6 +141,7 @@ def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
         check_model(packed, role.model, config.policy.parallel, head=role.head, **on)
         if role.model.lora.rank:
             add_adapters(packed.model, role.model.lora)
+            lower_base(packed.model, role.model.base_dtype, config.policy.parallel.tensor_parallel)
     except ConfigError as error:  # the engine, which knows one model, names model.path
         text = str(error).replace(f"model.path={files.folder}", f"{role.key}={role.model.path}", 1)
         raise type(error)(text) from error

@@ -7,6 +7,7 @@ from functools import partial
 from controller.config import Config
 from controller.config.functions import check_command, check_function, check_source
 from controller.preflight.training_checks import check_caps
+from workers.config.model import ROUNDED
 from workers.config.roles import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.engine.engine_options import LORA_RANKS
 from workers.episodes.parser_names import known_parsers
@@ -57,6 +58,12 @@ def check_engine_adapters(config: Config) -> None:
         raise ConfigError(
             f"model.lora.target_parameters={lora.target_parameters}: with {several}, vLLM takes both weights "
             "of experts or none. Set experts.gate_up_proj,experts.down_proj."
+        )
+    if config.model.base_dtype in ROUNDED:
+        raise ConfigError(
+            f"model.base_dtype={config.model.base_dtype}: with {several}, engines keep the base model as it is "
+            "on disk, not the rounded one that is trained. Set bfloat16, or one policy and "
+            "model.lora.sync=merged."
         )
     if config.rollout_placement == "colocated":
         raise ConfigError(

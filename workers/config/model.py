@@ -12,6 +12,8 @@ RECOMPUTED = {"none": 0.0, "selective": 0.3, ATTENTION_KEPT: 0.8, "full": 1.0, "
 """Share of a layer's forward pass that its backward pass computes again."""
 CUDA_KERNELS = ("varlen", "flash3", "flash")
 """Values of `model.attention` that are kernels of CUDA devices."""
+ROUNDED = ("int8", "nf4")
+"""Values of `model.base_dtype` that change the weights of modules with adapters."""
 ONLY_POLICY = ""
 """The name of the adapters where one policy is trained. Several have names of their own."""
 ALL_LINEAR = "all-linear"
@@ -86,6 +88,7 @@ class ModelConfig:
         ("GPUs", "activation_offload, compile"),
         ("engines on GPUs", "router_replay"),
         (".lora.rank=0", "train_vision"),
+        (".lora.rank above 0", "base_dtype"),
     )
 
     path: str = setting(
@@ -101,6 +104,13 @@ class ModelConfig:
         "Parameter and compute type. `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in "
         "float32).",
         choices=("auto", "float32", "bfloat16"),
+    )
+    base_dtype: str = setting(
+        "float32",
+        "Type of the trainer's frozen weights below LoRA. `int8` and `nf4` (4 bits, QLoRA) round the modules "
+        "with adapters. With these and `bfloat16`, other frozen weights are kept in the type of the "
+        "computation. Engines get the rounded weights (see docs/small-machines.md).",
+        choices=("float32", "bfloat16", "int8", "nf4"),
     )
     attention: str = setting(
         "auto",
@@ -205,6 +215,7 @@ class ModelConfig:
             path=path or self.path,
             chat_template="",
             lora=LoraConfig(),
+            base_dtype="float32",
             train_vision=False,
             router_replay="none",
             router_aux_loss_coefficient=0.0,

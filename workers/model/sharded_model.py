@@ -22,10 +22,11 @@ from workers.errors import ConfigError
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion, Shard
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_model
 from workers.model.checkpoint.loading import Source
-from workers.model.checkpoint.lora import add_adapters, merged_shards
+from workers.model.checkpoint.lora import add_adapters, lower_base, merged_shards
 from workers.model.compiled_layers import compile_layers
 from workers.model.forward_backward import MicroBatchRunner
 from workers.model.layout import RowLayout
+from workers.model.low_bit_linear import narrow_frozen
 from workers.model.model import PackedModel, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
@@ -97,18 +98,22 @@ class ShardedModel:
         self.has_adapters = trained and model_config.lora.rank > 0
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
+            stored = model_config.base_dtype, self.parallel.tensor.size()
+            source.change(lambda module: lower_base(module.model, *stored))
         self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=trained)
         self._numerics: tuple[Probe, Expected] | None = None
         if check_numerics:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
             self._numerics = probe, expected
+        if self.has_adapters and model_config.base_dtype != "float32":
+            source.change(lambda module: narrow_frozen(module.model, self.dtype, module.tower))
         self._place(source, cpu_offload)
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
 
     def _place(self, source: Source[PackedModel], cpu_offload: bool) -> None:
         """Shard the module and fill it with the files' weights. Collective."""
-        weights = {name: shard.weight for name, shard in self._shards().items()}
+        weights = {name: shard.like for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         limit_waits()
         source.fill(self.device, cpu_offload=cpu_offload)
@@ -177,6 +182,7 @@ class ShardedModel:
             layers,
             self.parallel.sharding,
             compute_dtype=self.dtype,
+            reduce_dtype=torch.promote_types(self.dtype, torch.float32),
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
             experts=experts,
@@ -229,7 +235,7 @@ class ShardedModel:
         if self.has_adapters:
             return merged_shards(self.module.model, self.device)
         # A state dict lists tied weights under both names, unlike named_parameters.
-        return {name: Shard(weight) for name, weight in self.module.model.state_dict().items()}
+        return {name: Shard.of(weight) for name, weight in self.module.model.state_dict().items()}
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write the model in Hugging Face format, in its files' dtype, with the source's other files.

@@ -172,6 +172,9 @@ model.lora.sync model.lora.sync=adapters
 model.lora.target_parameters model.lora.target_parameters=experts.down_proj
 model.lora.target_parameters=experts.down_proj model.lora.sync=adapters model.lora.rank=8
 model.lora.rank=12 model.lora.target_parameters=experts.down_proj resources.device=cuda
+model.base_dtype=nf4 model.lora.rank=8 model.lora.sync=adapters
+model.base_dtype=int8 model.lora.rank=8 model.lora.policies=2
+model.base_dtype model.base_dtype=int8
 rollout.placement=colocated model.lora.sync=adapters model.lora.rank=8 resources.device=cuda
 rollout.weight_sync=delta model.lora.sync=adapters model.lora.rank=8
 rollout.placement=colocated model.lora.policies=2 model.lora.rank=8 resources.device=cuda

@@ -65,6 +65,7 @@ class Case:
     router_replay: str = "none"
     router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
     lora: tuple[tuple[str, Any], ...] = ()
+    base_dtype: str = "float32"
     compiled: bool = False  # by a backend that only traces
     distillation: tuple[str, str] = ("", "reverse_kl")  # over, divergence
     scored: str = ""  # with head=value, a reward model's loss instead of a critic's

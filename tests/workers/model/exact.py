@@ -66,6 +66,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             router_aux_loss_coefficient=case.router_losses[0],
             router_z_loss_coefficient=case.router_losses[1],
             lora=case.adapters,
+            base_dtype=case.base_dtype,
             compile="always" if case.compiled else "never",
         ),
         optimizer=OPTIMIZER,

@@ -24,8 +24,10 @@ from tests.workers.model.tiny import (
     unpacked_values,
 )
 from workers.batch.dataproto import DataProto
+from workers.config.model import ROUNDED
 from workers.config.roles import LoraConfig, LossConfig
 from workers.model.checkpoint.lora import add_adapters
+from workers.model.low_bit_linear import dequantize, quantize
 
 LOAD = "expert_load_max_over_mean"
 
@@ -37,6 +39,8 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     model = kind.from_pretrained(path, dtype=torch.float64, attn_implementation=attention)
     if case.lora:
         add_adapters(model, case.adapters)
+    if case.base_dtype in ROUNDED:
+        round_base(model, case.base_dtype)
     keep_float64(case, model)
     sequences = case.sequences
     mismatch = replay_routers(model, sequences, case.router_replay)
@@ -56,6 +60,12 @@ def reference_outcome(case: Case, path: str) -> Outcome:
         gradients,
         revert_weight_conversion(model, merged_weights(model, case.adapters)),  # by the names of the files
     )
+
+
+def round_base(model: Any, base_dtype: str) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(".base_layer.weight"):
+            parameter.data.copy_(dequantize(*quantize(parameter.data, base_dtype)))
 
 
 def policy_reference(

@@ -100,6 +100,9 @@ REPLAYED_CHECKPOINTED = moe(tied=True, router_replay="replay", layers=4, router_
 REPLAYED_SHARED = moe(share_prefixes="always", router_replay="replay")
 BALANCED_SHARED = moe(share_prefixes="always", layers=4, router_losses=BOTH)
 
+TWO_BLOCKS = (("hidden_size", 128), ("intermediate_size", 128), ("head_dim", 32))
+"""Of rows that are two blocks of `model.base_dtype` or more, one for each of two ranks."""
+
 # Each pair of a mesh's dimension and a setting of the model that could meet in the code meets in one case.
 CASES: dict[str, list[Case]] = {
     "dp 1": [
@@ -135,7 +138,7 @@ CASES: dict[str, list[Case]] = {
         selecting("glm_moe_dsa", gradient_checkpointing="selective"),
         selecting("deepseek_v32", lora=(("rank", 2), ("target_modules", "q_b_proj"))),
     ],
-    "dp 4": [PADDED, SHARED_IN_CALLS, adapted()],
+    "dp 4": [PADDED, SHARED_IN_CALLS, adapted(base_dtype="nf4", reshard_after_forward=False)],
     "dp 4, copies 2": [GATHERED, SHARED],
     "dp 4, copies 2, deferred": [replace(GATHERED, calls=2)],
     "dp 2, deferred": [Case()],
@@ -153,7 +156,7 @@ CASES: dict[str, list[Case]] = {
         SHARED,
         moe(router_replay="replay"),
         critic(),
-        adapted(),
+        adapted(base_dtype="int8", gradient_checkpointing="full"),
         scored("pairs", share_prefixes="always"),
     ],
     "ring 2, states": [*WITH_STATES, *STATES_SHARED],
@@ -183,6 +186,7 @@ CASES: dict[str, list[Case]] = {
     "copies 2, ring 2, deferred": [CHECKPOINTED],
     "tp 2": [
         adapted(),
+        adapted(base_dtype="int8", sizes=TWO_BLOCKS),
         Case(distillation=("vocabulary", "jsd"), hidden_states=True),
         Case(distillation=("top_k", "forward_kl")),
         PADDED,
@@ -200,7 +204,11 @@ CASES: dict[str, list[Case]] = {
         with_states("lfm2"),
     ],
     "pp 2, dp 2, tp 2, states": [with_states("qwen3_next")],
-    "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED, adapted(family="qwen3", layout="padded")],
+    "dp 2, tp 2": [
+        CHECKPOINTED,
+        SHARED_CHECKPOINTED,
+        adapted(family="qwen3", layout="padded", base_dtype="nf4", sizes=TWO_BLOCKS),
+    ],
     "copies 2, tp 2, deferred": [Case()],
     "ulysses 2, tp 2": [qwen3(share_prefixes="always"), OFFLOADED],
     "ring 2, tp 2": [FLOAT32, Case(layout="padded", forward_layout="packed"), qwen3(share_prefixes="always")],
@@ -211,7 +219,7 @@ CASES: dict[str, list[Case]] = {
         PADDED,
         OFFLOADED,
         critic(layers=3),
-        adapted(layers=3, gradient_checkpointing="selective"),
+        adapted(layers=3, gradient_checkpointing="selective", base_dtype="nf4"),
         scored("regression", layers=3),
         selecting("deepseek_v32"),
     ],
@@ -232,7 +240,7 @@ CASES: dict[str, list[Case]] = {
         moe(share_prefixes="always"),
         moe(router_losses=(0.0, 0.1)),
         moe("gpt_oss", router_losses=BOTH, gradient_checkpointing="selective"),
-        moe(lora=(("rank", 2), ("target_modules", "q_proj,v_proj"))),
+        moe(lora=(("rank", 2), ("target_modules", "q_proj,v_proj")), base_dtype="int8"),
     ],
     "dp 2, ep 2, deferred": [moe()],
     "dp 4, ep 4": [moe("qwen2_moe")],
@@ -288,7 +296,7 @@ COMPILED: dict[str, list[Case]] = {
     "dp 2, ep 2": [compiled(moe("gpt_oss", router_losses=BOTH)), compiled(moe("qwen2_moe"))],
     "ulysses 2": [compiled(PADDED), compiled(Case("mistral windowed"))],
     "ring 2": [compiled(GATHERED), compiled(SHARED)],
-    "pp 2": [compiled(OFFLOADED), compiled(adapted(layers=3)), compiled(critic(layers=3))],
+    "pp 2": [compiled(OFFLOADED), compiled(adapted(layers=3, base_dtype="nf4")), compiled(critic(layers=3))],
 }
 
 

@@ -61,15 +61,19 @@ def _plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) ->
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a weight: a DTensor if sharded. merge: adds an adapter to the part."""
+    """This rank's part of a weight. like: has the whole weight's shape and type. read: returns the part on
+    a device, a DTensor if sharded.
+    """
 
-    weight: Tensor
-    merge: Callable[[Tensor], Tensor] | None = None
+    like: Tensor
+    read: Callable[[torch.device], Tensor]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Shard":
+        return cls(weight, weight.detach().to)
 
     def on(self, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-        part = self.weight.detach().to(device)
-        part = self.merge(part) if self.merge else part
-        return part.to(_type_of(self.weight, dtype))
+        return self.read(device).to(_type_of(self.like, dtype))
 
 
 class CheckpointWeights:

@@ -3,6 +3,7 @@
     y = W x + alpha / rank * B A x     A [rank, in], B [out, rank], B = 0 at first: the policy is the base
 
     load_model --add_adapters--> shard_model --> train A and B     peft's folder --load_adapters--> A and B
+                       |--lower_base--> W rounded to 8 or 4 bits (`low_bit_linear.py`)
                                       |--without_adapters--> the reference: the same weights, no second model
                                       |--merged_shards--> W + alpha / rank * B A under W's name: vLLM, export
                                       |--adapter_files--> A and B of one of several policies, for vLLM
@@ -23,15 +24,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from workers.config.model import ALL_LINEAR
+from workers.config.model import ALL_LINEAR, ROUNDED
 from workers.config.roles import LoraConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention.selected_attention import find_indexers
 from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights
 from workers.model.checkpoint.stored_adapters import ADAPTER, is_adapter, load_adapters
+from workers.model.low_bit_linear import LowBitLinear, check_width
 from workers.model.model import decoder_of, described
-from workers.model.moe.expert_adapters import add_expert_adapters, expert_adapters, stored_expert_weights
+from workers.model.moe.expert_adapters import (
+    ExpertAdapter,
+    add_expert_adapters,
+    expert_adapters,
+    stored_expert_weights,
+)
 from workers.model.rules.model_rules import WITHOUT_LINEAR
 from workers.model.sharding.parallel import full_tensor
 
@@ -83,6 +90,19 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         part.training = training.get(part, False)
 
 
+def lower_base(model: PreTrainedModel, base_dtype: str, tensor_parallel: int) -> None:
+    """Round the weights below adapters to `model.base_dtype`, in place, if that is `int8` or `nf4`. Call it
+    before sharding.
+
+    Raises ConfigError for a weight whose rows cannot be cut into blocks, or these be shared by the ranks.
+    """
+    if base_dtype not in ROUNDED:
+        return
+    for name, layer in _peft_layers(model).items():
+        check_width(layer.base_layer, name, base_dtype, tensor_parallel)
+        layer.base_layer = LowBitLinear(layer.base_layer, base_dtype)
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, `model` computes exactly as the base model: the adapters' outputs are multiplied by 0."""
@@ -102,16 +122,21 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
     `device`.
     """
     # Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
-    merges = {
-        f"{name}.base_layer.weight": partial(_merged, layer, device)
-        for name, layer in _peft_layers(model).items()
-    }
-    merges |= {name: partial(adapter.merged, device) for name, adapter in expert_adapters(model).items()}
+    layers = {f"{name}.base_layer": layer for name, layer in _peft_layers(model).items()}
+    experts = expert_adapters(model)
     shards = {}
     for name, weight in model.state_dict().items():
-        if not is_adapter(name):
-            merge = merges.get(name)
-            shards[name.replace(".base_layer.", ".")] = Shard(weight, merge)
+        owner, _, part = name.rpartition(".")
+        layer = layers.get(owner)
+        module = owner.removesuffix(".base_layer")
+        if is_adapter(name) or (layer and part == "scales"):
+            continue
+        if name in experts:
+            shards[name] = Shard(weight, partial(_merged_experts, experts[name], weight))
+        elif layer is None or part == "bias":
+            shards[f"{module}.{part}" if module else part] = Shard.of(weight)
+        else:
+            shards[f"{module}.weight"] = Shard(_whole_like(layer), partial(_merged, layer))
     return shards
 
 
@@ -140,11 +165,21 @@ def adapter_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[st
         return {file.name: np.fromfile(file, np.uint8) for file in Path(folder).iterdir()}
 
 
-def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
+def _whole_like(layer: Any) -> Tensor:
+    size = (layer.out_features, layer.in_features)
+    return torch.empty(size, dtype=layer.lora_A[ADAPTER].weight.dtype, device="meta")
+
+
+def _merged(layer: Any, device: torch.device) -> Tensor:
+    weight = layer.base_layer.weight.detach().to(device)
     a, b = (part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B))
     if isinstance(a, DTensor):
         a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
     return weight + (b @ a) * layer.scaling[ADAPTER]
+
+
+def _merged_experts(adapter: ExpertAdapter, weight: Tensor, device: torch.device) -> Tensor:
+    return adapter.merged(device, weight.detach().to(device))
 
 
 def modules_left_out(model: PreTrainedModel, config: LoraConfig) -> list[str]:

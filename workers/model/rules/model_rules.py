@@ -52,6 +52,10 @@ def check_model(
     check_tensor_parallel(parallel, name, config.get_text_config().model_type, text)
     check_vision(parallel, settings, name, packed.vision, config)
     check_experts(parallel, settings, name, expert_count(text))
+    if settings.base_dtype == "bfloat16" and not half:
+        raise ConfigError(
+            "model.base_dtype=bfloat16: this run computes in float32. Set model.dtype=bfloat16, or float32."
+        )
     _check_router_losses(settings, name, config.model_type)
     compiles(settings, parallel, cuda=cuda, images=packed.vision is not None)
 

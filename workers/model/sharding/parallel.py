@@ -202,6 +202,7 @@ def shard_model(
     mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     experts: Mapping[nn.Module, DeviceMesh] | None = None,
@@ -213,11 +214,9 @@ def shard_model(
     experts: modules that ranks share already, with their mesh. uncast: more layers, whose inputs keep their
     dtype.
     unsharded: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when
-    gathered. Gradients are reduced in the parameters' dtype, and summed.
+    gathered. Gradients are reduced in `reduce_dtype`, and summed.
     """
-    mixed_precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype
-    )
+    mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     # On the CPU the parameters are in host memory anyway.
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     # A router may give its weights in float32. Inputs of experts are not cast, as inside a layer.

@@ -19,7 +19,7 @@ tp: `balancing.basics.alignment.length_multiple`.
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from workers.model.attention.mixers import find_mixers
+from workers.model.low_bit_linear import LowBitLinear
 
 COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"}
 ROWS = {"o_proj", "out_proj", "down_proj", "w2"}
@@ -115,13 +116,23 @@ def _layer_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
             continue
         last = name.rpartition(".")[2]
         if hasattr(module, "lora_A") and last in COLUMNS | ROWS:
-            plan |= {f"{name}.{part}": style for part, style in _adapted_styles(last).items()}
+            plan |= {f"{name}.{part}": style for part, style in _adapted_styles(last, module).items()}
         elif style := _style(last, module):
             plan[name] = style
     return plan
 
 
-def _adapted_styles(name: str) -> dict[str, ParallelStyle]:
+class RowwiseCodes(RowwiseParallel):
+    """Share a weight that is kept as codes and scales, by columns of the weight."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for part, parameter in list(module.named_parameters()):
+            placement = Replicate() if part == "bias" else Shard(1)
+            shared = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(part, nn.Parameter(shared, requires_grad=False))
+
+
+def _adapted_styles(name: str, module: nn.Module) -> dict[str, ParallelStyle]:
     """Return the styles of a module's parts, by name, where it has an adapter.
 
     Between A and B are `rank` numbers a token: they travel where the module's input or output does, which
@@ -133,8 +144,9 @@ def _adapted_styles(name: str) -> dict[str, ParallelStyle]:
             "lora_A.default": SequenceParallel(),
             "lora_B.default": ColwiseParallel(input_layouts=Shard(1)),
         }
+    rowwise = RowwiseCodes if isinstance(module.base_layer, LowBitLinear) else RowwiseParallel
     return {
-        "base_layer": RowwiseParallel(output_layouts=Shard(1)),
+        "base_layer": rowwise(output_layouts=Shard(1)),
         "lora_A.default": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         "lora_B.default": SequenceParallel(use_local_output=True),
     }
