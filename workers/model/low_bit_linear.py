@@ -44,35 +44,39 @@ class LowBitLinear(nn.Linear):
         codes, scales = quantize(linear.weight.detach(), base_dtype)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
+        # Made here, not in each pass: that would copy from the host to the GPU.
+        pairs = _pairs(codes.device) if base_dtype == "nf4" else None
+        self.register_buffer("pairs", pairs, persistent=False)
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _LinearOfCodes.apply(x, self.codes, self.scales, self.bias)
+        result: Tensor = _LinearOfCodes.apply(x, self.codes, self.scales, self.pairs, self.bias)
         return result
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The rounded weight, float32, or this rank's part of it."""
-        return dequantize(self.codes.detach(), self.scales.detach())
+        return dequantize(self.codes.detach(), self.scales.detach(), self.pairs)
 
 
 class _LinearOfCodes(torch.autograd.Function):
     """Keep codes for the backward pass, not the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        pairs = None if codes.dtype == torch.int8 else _pairs(codes.device)
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, pairs: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(codes, scales, pairs)
         return functional.linear(x, dequantize(codes, scales, pairs).to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+            return None, None, None, None, None
         weight = dequantize(*ctx.saved_tensors)
-        return gradient @ weight.to(gradient.dtype), None, None, None
+        return gradient @ weight.to(gradient.dtype), None, None, None, None
 
 
 def quantize(weight: Tensor, base_dtype: str) -> tuple[Tensor, Tensor]:
@@ -94,8 +98,8 @@ def quantize(weight: Tensor, base_dtype: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, pairs: Tensor | None = None) -> Tensor:
-    """Return the weight, float32 [out, in], that `quantize` made codes and scales of. pairs: `_pairs`, if it
-    is at hand.
+    """Return the weight, float32 [out, in], that `quantize` made codes and scales of. pairs: the module's, or
+    None.
     """
     if isinstance(codes, DTensor) and isinstance(scales, DTensor):
         local = dequantize(codes.to_local(), scales.to_local(), pairs)
