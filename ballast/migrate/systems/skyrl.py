@@ -52,6 +52,7 @@ KEYS = (SIZES[0], "trainer.critic_mini_batch_size", NODES, GPUS_OF_A_NODE, SHARD
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
+    to_decide += _tasks_by_name(recipe)
     counting = {key: value for key, value in recipe.items() if _counts(key, recipe)}
     if any(key.startswith(EVALUATION) for key in recipe):
         counting.setdefault(f"{EVALUATION}temperature", 1.0)
@@ -79,6 +80,22 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if above_0(recipe.get("generator.max_turns")) > 1:
         name_episodes("rollout.environment", ENVIRONMENT, settings, to_decide)
     ask_for_steps(recipe.get("trainer.epochs", 1), settings, to_decide)
+
+
+def _tasks_by_name(recipe: Mapping[str, Any]) -> list[str]:
+    """Say where its environments of other projects go."""
+    lines = []
+    if recipe.get("environment.env_class") == "openenv":
+        lines.append(
+            "rollout.environment=openenv:URL: name the environment's server, and data.train=openenv:URL?file=... "
+            "(docs/openenv.md)."
+        )
+    if any(key.startswith("harbor_trial_config.") for key in recipe):
+        lines.append(
+            "rollout.environment=harbor:FOLDER: name the folder of tasks, in data.train too, and "
+            "rollout.sandbox.kind (docs/tasks.md)."
+        )
+    return lines
 
 
 def _algorithm(recipe: Recipe, settings: Settings) -> None:

@@ -261,6 +261,12 @@ GYM = """env.should_use_nemo_gym=true env.nemo_gym.config_paths="['a.yaml']" grp
             {"data.train": "a.parquet", "rollout.samples_per_prompt": 3},
             ["env_class", "step_wise_trajectories"],
         ),
+        (
+            SKYRL.replace("=mine", "=openenv"),
+            {"data.train": "a.parquet"},
+            ["rollout.environment=openenv:URL"],
+        ),
+        (f"{SKYRL} harbor_trial_config.trials_dir=a", {}, ["rollout.environment=harbor:FOLDER"]),
         (AREAL, {"rollout.agent": "http", "rollout.samples_per_prompt": 4}, ["turn_discount"]),
         (
             MILES,
