@@ -22,7 +22,6 @@ from controller.config import Config
 from controller.lifecycle.tokenized_inputs import task_warnings
 from workers.config.roles import HTTP
 from workers.environment import as_text
-from workers.errors import clause
 
 CHECK = "environment and tools"
 
@@ -87,7 +86,7 @@ def _unread_findings(config: Config, place: str) -> list[Finding]:
         Finding(
             name="environment.task_not_read",
             level=Level.NOTE,
-            problem=clause(line),
+            problem=line,
             place=place,
             advice="set what the task needs in rollout.sandbox, or leave the task out",
         )
