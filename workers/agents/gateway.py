@@ -45,6 +45,7 @@ ROUTES = {
     ("GET", "/v1/models"),
     *(("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward")),
 }
+SEAT = b"x-session-id"  # header by which an agent's client may tell its agents apart, as verifiers' does
 BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
 # vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
@@ -77,11 +78,13 @@ class RefusedError(Exception):
 class Exchange:
     """A request and its answer, as ASGI's events. A retry reads it from the start.
 
-    abandoned: whether a client left before its end. joined: retries that read it.
+    seat: of the agent that asked, by which its turns are rewarded too, or empty. abandoned: whether a client
+    left before its end. joined: retries that read it.
     """
 
     request: bytes
     idempotency: bytes
+    seat: str = ""
     events: list[Event] = field(default_factory=list)
     held: list[Event] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -331,7 +334,7 @@ class Gateway:
             raise RefusedError(
                 429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way."
             )
-        exchange = Exchange(request, idempotency)
+        exchange = Exchange(request, idempotency, headers.get(SEAT, b"").decode(errors="replace"))
         opened.exchanges.add(exchange)
         task = asyncio.create_task(self._run(opened, exchange, scope, route, body))
         opened.tasks.add(task)
@@ -389,6 +392,7 @@ class Gateway:
             call.reserved.close()  # the turns count as sampled from here on
             exchange.nodes = list(_nodes(opened.session, call, name, answers))
             for node in exchange.nodes:
+                node.names += [exchange.seat] if exchange.seat else []
                 node.joined += exchange.joined
                 node.began, node.seconds = exchange.began - opened.began, time.monotonic() - exchange.began
             if opened.on_turns is not None:

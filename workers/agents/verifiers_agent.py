@@ -6,11 +6,14 @@ verifiers:NAME?agent.harness.id=null --Agent--> (record, base_url, api_key) --> 
 
 import base64
 import sys
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from textwrap import shorten
 from typing import Any
 
 import cloudpickle
+import httpx
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
@@ -82,17 +85,43 @@ class Agent:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             messages = [f"{error.type}: {error.message}" for error in errors]
             raise EpisodeError(shorten(", ".join(messages), LONGEST_QUOTE) or "the episode is not ok")
-        return _reward([trace for trace in episode.traces if trace.agent.config.client.base_url == base_url])
+        traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+        _check_seats(traces)
+        if len(traces) == 1:
+            return _numbers(traces[0]) | {"reward": traces[0].reward}
+        await _reward_seats(traces, base_url, api_key)
+        return _mean_numbers(traces) | {"reward": fmean(trace.reward for trace in traces)}
 
 
-def _reward(traces: list[vf.Trace]) -> dict[str, float]:
-    """Raise EpisodeError unless one agent sampled from the policy, and learns: a session has one reward."""
-    if len(traces) != 1 or not traces[0].agent.trainable:
+def _check_seats(traces: list[vf.Trace]) -> None:
+    """Raise EpisodeError unless agents sampled from the policy, and all of these learn."""
+    if not traces or not all(trace.agent.trainable for trace in traces):
         seats = ", ".join(f"{trace.agent.name} (trainable={trace.agent.trainable})" for trace in traces)
-        raise EpisodeError(
-            f"of its agents, one that is trainable can have the policy as its model, not {seats}"
-        )
-    (trace,) = traces
-    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        raise EpisodeError(f"agents that have the policy as their model must be trainable, not {seats}")
+
+
+async def _reward_seats(traces: list[vf.Trace], base_url: str, api_key: str) -> None:
+    """Give the turns of each agent its own reward. verifiers names the agent's trace in each request."""
+    url = f"{base_url.removesuffix('/v1')}/reward"
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}) as client:
+        for trace in traces:
+            body = {"reward": trace.reward, "response_id": trace.id}
+            answer = await client.post(url, json=body)
+            if answer.is_error:
+                raise EpisodeError(f"the reward of {trace.agent.name}: {shorten(answer.text, LONGEST_QUOTE)}")
+
+
+def _numbers(trace: vf.Trace) -> dict[str, float]:
+    """Return the rewards and metrics of an agent, by name."""
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return {**metrics, **rewards, "reward": trace.reward}
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    return metrics | rewards
+
+
+def _mean_numbers(traces: list[vf.Trace]) -> dict[str, float]:
+    """Return the numbers of several agents, by seat and name."""
+    numbers = defaultdict[str, list[float]](list)
+    for trace in traces:
+        for name, value in (_numbers(trace) | {"reward": trace.reward}).items():
+            numbers[f"{trace.agent.name}_{name}"].append(value)
+    return {name: fmean(values) for name, values in numbers.items()}

@@ -488,3 +488,25 @@ def test_a_session_keeps_to_its_limits(served: Served) -> None:
     last = post([{"role": "user", "content": "more"}])
     assert last.status_code == 400 and "rollout.max_turns" in last.json()["error"]["message"]
     assert len(served.call("of_engine", "limited")) == 17 and served.call("left")[0] == 0
+
+
+def test_turns_of_a_seat_are_rewarded_by_its_name(served: Served) -> None:
+    """Two seats ask the same, so that the header alone tells them apart."""
+    access = served.call("open", "seats")
+
+    async def play(seat: str, reward: float) -> None:
+        headers = {"X-Session-ID": seat}
+        client = openai.AsyncOpenAI(
+            base_url=access.base_url, api_key=access.key, max_retries=0, default_headers=headers
+        )
+        await chat(client, 2, stream=False)
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {access.key}"}) as http:
+            body = {"reward": reward, "response_id": seat}
+            answer = await http.post(f"{access.session_url}/reward", json=body)
+            assert answer.status_code == 200
+
+    asyncio.run(play("solver", 1.0))
+    asyncio.run(play("judge", 3.0))
+    nodes = [node for node, _ in served.nodes("seats")]
+    assert [node.names[-1] for node in nodes] == ["solver", "solver", "judge", "judge"]
+    assert served.call("told", "seats")["value"] == 2.0

@@ -62,6 +62,7 @@ class PairConfig(vf.EnvConfig):
     solver: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
     judge: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
     frozen: bool = False
+    bonus: float = 0.0
 
 
 class PairEnv(vf.Env[PairConfig]):
@@ -72,6 +73,11 @@ class PairEnv(vf.Env[PairConfig]):
         await agents.solver.run(task)
         await agents.judge.run(task)
 
+    async def finalize(self, task, episode):
+        for trace in episode.traces:
+            if trace.agent.name == "judge" and self.config.bonus:
+                trace.record_reward("bonus", self.config.bonus)
+
 
 __all__ = ["EndlessHarness", "EndlessTaskset", "PairEnv"]
 """
@@ -80,10 +86,16 @@ ONE = "agent.runtime.type=subprocess"
 
 class Says7(BaseHTTPRequestHandler):
     keys: list[str] = []  # noqa: RUF012
+    seats: set[str] = set()  # noqa: RUF012
+    rewards: dict[str, float] = {}  # noqa: RUF012
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.keys.append(self.headers["authorization"])
+        if self.path.endswith("/reward"):
+            self.rewards[body["response_id"]] = body["reward"]
+        else:
+            self.seats.add(self.headers["x-session-id"])
         choice = {"index": 0, "message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}
         found = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
         self.send_response(200)
@@ -138,12 +150,25 @@ def test_an_episodes_rewards_are_the_sessions(folder: str, url: str) -> None:
         asyncio.run(agent(broken, url, "secret"))
 
 
-@pytest.mark.parametrize(("options", "refused_for"), [("", "judge"), ("&frozen=true", "(trainable=False)")])
-def test_a_session_is_of_one_agent(folder: str, url: str, options: str, refused_for: str) -> None:
+def test_seats_that_share_the_policy_have_rewards_of_their_own(
+    folder: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Says7, "seats", set())
+    monkeypatch.setattr(Says7, "rewards", {})
     harness = "solver.harness.id=pair&judge.harness.id=pair"
     (record, *_) = records("verifiers:pair?select.limit=1")
-    with refused(refused_for, EpisodeError):
-        asyncio.run(Agent(f"verifiers:pair?{harness}{options}", folder)(record, url, "secret"))
+    with refused("(trainable=False)", EpisodeError):
+        asyncio.run(Agent(f"verifiers:pair?{harness}&frozen=true", folder)(record, url, "secret"))
+    Says7.seats.clear()
+    played = asyncio.run(Agent(f"verifiers:pair?{harness}&bonus=1", folder)(record, url, "secret"))
+    assert Says7.rewards.keys() == Says7.seats and sorted(Says7.rewards.values()) == [2.0, 3.0]
+    assert (played["reward"], played["solver_reward"], played["judge_reward"]) == (2.5, 2.0, 3.0)
+    assert (played["judge_right"], played["judge_bonus"]) == (1.0, 1.0)
+
+
+def test_a_seat_with_a_model_of_its_own_is_not_rewarded(folder: str, url: str) -> None:
+    harness = "solver.harness.id=pair&judge.harness.id=pair"
+    (record, *_) = records("verifiers:pair?select.limit=1")
     other = f"judge.client.type=eval&judge.client.base_url={url}/../v1&judge.model=m"
     played = asyncio.run(Agent(f"verifiers:pair?{harness}&{other}", folder)(record, url, "secret"))
-    assert played["reward"] == 2.0
+    assert played == {"reward": 2.0, "right": 1.0, "length": 1.0}
