@@ -53,7 +53,7 @@ class ContainerSandbox(ShellSandbox):
         self._client("run", *self._options(), self._image, "-c", f"sleep {self.limits.lifetime_s:.0f}")
         if self._gateway:
             source = Path(__file__).with_name("supervisor.py").read_text()
-            self._client("exec", "--detach", self._name, "python3", "-c", source, str(self._gateway[1]))
+            self._client("exec", self._name, "python3", "-c", source, str(self._gateway[1]))
 
     def execute(self, arguments: Sequence[str], stdin: bytes, seconds: float, longest: int) -> CommandResult:
         if self._state:

@@ -29,7 +29,9 @@ LIMITED = ["/bin/sh", "-c", 'ulimit -v "$1" && shift && exec "$@"', "sh"]
 
 def main() -> None:
     if sys.argv[1].isdigit():  # in a container: the way to the gateway alone
-        relay(socket.create_server(("127.0.0.1", int(sys.argv[1]))))
+        listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+        run_detached()
+        relay(listener)
     settings = json.loads(sys.argv[1])
     for name, limit in settings["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
@@ -55,6 +57,16 @@ def main() -> None:
                     answer({})
         except OSError as error:
             answer({"error": f"{request.get('path', 'standard input')}: {error.strerror}"})
+
+
+def run_detached() -> None:
+    """Return in a process of its own. This one ends: whoever waits for it knows that the port listens."""
+    if os.fork():
+        raise SystemExit
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
 
 
 def answer(header: dict[str, Any], content: bytes = b"") -> None:

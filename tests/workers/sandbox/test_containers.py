@@ -3,11 +3,14 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import cloudpickle
@@ -187,17 +190,52 @@ def test_the_end_of_an_engine_removes_what_its_environments_left(
     assert not containers()
 
 
-def test_an_agent_reaches_the_gateway_through_a_mounted_file(program: str) -> None:
-    with make_box(program, gateway=("127.0.0.1", 8123)) as box:
+REACH = """
+import json, os, socket, sys, urllib.parse
+def ask(host, port):
+    try:
+        with socket.create_connection((host, port), 2) as connection:
+            return connection.recv(99).decode()
+    except OSError as error:
+        return type(error).__name__
+gateway = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+print(json.dumps([ask(gateway.hostname, gateway.port), ask("127.0.0.1", int(sys.argv[1])), ask("192.0.2.1", 80)]))
+"""
+
+
+def serve(word: bytes) -> Iterator[int]:
+    """Answer every connection with a word. Yields the port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(word)
+
+        Thread(target=answer, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "-Urnmp", "true"]).returncode != 0, reason="needs unshare")
+def test_an_agent_reaches_the_gateway_and_nothing_else(program: str) -> None:
+    """In namespaces as those of `--network=none`, the relay's program runs for real."""
+    servers = [serve(b"gateway"), serve(b"another")]
+    gateway, another = [next(server) for server in servers]
+    with make_box(program, gateway=("127.0.0.1", gateway)) as box:
         (container,) = containers()
         given = json.loads((container / "arguments.json").read_text())
         (volume,) = [word for word in given if word.startswith("--volume=")]
         folder = volume.removeprefix("--volume=").removesuffix(":/run/gateway")
         assert Path(folder, "socket").is_socket() and "--network=none" in given
-        command = json.loads((container / "detached.json").read_text())
-        assert command[0] == "python3" and command[-1] == "8123"
-        box.stop()
+        variables = {"OPENAI_BASE_URL": f"http://127.0.0.1:{gateway}/v1"}
+        result = box.run(["python3", "-c", REACH, str(another)], variables=variables)
+        assert json.loads(result.text) == ["gateway", "ConnectionRefusedError", "OSError"]
     assert not Path(folder).exists()
+    for server in servers:
+        next(server, None)
 
 
 @pytest.mark.parametrize(
