@@ -83,6 +83,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.weights --output docs/weights-benchmark.md
 	$(BIN)/python -m tests.benchmarks.lora_sync --output docs/lora-benchmark.md
 	$(BIN)/python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md --picture docs/schedule.png
+	$(BIN)/python -m tests.benchmarks.sandboxes --output docs/sandboxes.md
 
 docs: setup
 	$(BIN)/python -m controller.config.settings_page > docs/settings.md
