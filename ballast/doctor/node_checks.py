@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from ballast.doctor.report import Finding, fail, ok, warn
 from ballast.doctor.speed import speed
 from controller.config.model_files import check_whole, read_model_files
+from controller.config.training import has_amd_gpus
 from workers import allocator
 from workers.errors import ConfigError
 from workers.model.rules.state_packages import missing_kernels, missing_packages
@@ -90,6 +91,8 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
     """List torch's GPUs, or its reason for finding none: driver missing or too old, CPU build."""
     import torch
 
+    if torch.version.hip:  # lists AMD GPUs as CUDA devices
+        return (), "this build of torch is for ROCm, which is not supported"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -105,6 +108,9 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
     """Report torch's GPUs, and other processes on them."""
     if not cards:
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+        if has_amd_gpus() and not devices:
+            text = f"AMD GPUs, and ROCm is not supported: {problem}"
+            return (fail if on_gpus else warn)("GPUs", text, "use NVIDIA GPUs, or set resources.device=cpu")
         if not on_gpus and not devices:
             return ok("GPUs", "none, models run on CPUs")
         advice = (

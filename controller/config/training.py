@@ -18,6 +18,8 @@ from controller.config.role_table import POLICY, ROLES, RoleSpec
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 
+AMD_DEVICE = Path("/dev/kfd")
+
 
 def count_noun(number: int, noun: str) -> str:
     """Write a number with its noun: `1 engine`, `2 engines`."""
@@ -319,6 +321,11 @@ def visible_gpus() -> int:
         if chosen is None
         else min(count, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
     )
+
+
+def has_amd_gpus() -> bool:
+    """Return whether this machine has AMD GPUs, on which nothing of Ballast has run."""
+    return AMD_DEVICE.exists()
 
 
 def _vllm_is_cpu_build() -> bool:

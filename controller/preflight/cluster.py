@@ -21,6 +21,7 @@ from controller.actors.layout import Bundle, Pool, pools, role_requests, sum_res
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from controller.config.conditions import leave_out_cpu_settings
+from controller.config.training import has_amd_gpus
 from controller.observability.shown_text import shorten
 from workers.engine.placement import ranks_of_engine
 from workers.errors import ConfigError, ResourceError
@@ -202,6 +203,11 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
             _check_cpus(config)
         return
     gpu_count = sum_reserved(config, "GPU")
+    if has_amd_gpus() and not config.gpus and not dry_run:
+        raise ConfigError(
+            "resources.device=cuda: this machine has AMD GPUs, and ROCm is not supported. Use NVIDIA GPUs, or "
+            "set cpu."
+        )
     if gpu_count > config.gpus and not (dry_run and config.gpus == 0):
         settings = (
             "policy.data_parallel, rollout.replicas or rollout.tensor_parallel"

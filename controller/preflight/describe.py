@@ -14,7 +14,7 @@ from controller.config.conditions import Conditions, effect_words
 from controller.config.file import Setting, settings
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
-from controller.config.training import Limits, count_noun
+from controller.config.training import Limits, count_noun, has_amd_gpus
 from controller.preflight.automatic import automatic_choices
 from controller.preflight.describe_fit import fits_lines
 
@@ -154,6 +154,8 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
 def warnings(config: Config) -> list[str]:
     """Return warnings, which a run prints at its start too."""
     lines = state_warnings(config)
+    if config.resources.device == "auto" and not config.uses_gpus and has_amd_gpus():
+        lines.append("resources.device=auto: AMD GPUs (ROCm) are not supported, so models run on CPUs")
     if not read_model_files(config.model.path, "model.path").end_of_sequence:
         lines.append(
             f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, "

@@ -27,6 +27,8 @@ from controller.preflight.memory import (
 from workers.config.model import checkpointing_words
 from workers.errors import ConfigError
 
+AMD_CARDS = ("MI300X",)
+
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:
     """Print placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does
@@ -80,6 +82,8 @@ def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> l
             f"note: {across} groups of policy.parallel.context_parallel * tensor_parallel ranks lie on "
             "several nodes, where every layer waits for the network"
         )
+    if cluster.gpu in AMD_CARDS:
+        lines.append(f"note: gpu={cluster.gpu} is predicted only, because runs on ROCm are not supported")
     return lines + ([f"note: {note}" for note in _sharding_notes(config, placement)] if cluster.gpus else [])
 
 

@@ -20,6 +20,7 @@ from ballast.doctor.node_checks import (
     versions,
 )
 from ballast.doctor.report import Finding, Status
+from controller.config import training
 from tests.controller.config_workspace import write_model
 from workers import allocator
 
@@ -107,6 +108,17 @@ def test_gpus_that_torch_cannot_use_are_a_warning_where_cpus_were_asked_for(
         WARN,
         "torch cannot use nvidia0: Torch not compiled with CUDA enabled",
     )
+
+
+@pytest.mark.parametrize(("on_gpus", "status"), [(True, FAIL), (False, WARN)])
+def test_amd_gpus_are_named(
+    on_gpus: bool, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "AMD_DEVICE", tmp_path)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    cards, problem = gpus()
+    finding = gpu_findings(cards, problem, on_gpus)
+    assert cards == () and finding.status is status and "ROCm is not supported" in finding.text
 
 
 def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from controller.config import load
 from controller.config import training as machine
 from controller.config.training import visible_gpus
 from controller.preflight.cluster import check_machine
+from controller.preflight.describe import warnings
 from tests.controller.bad_inputs import BadInput, check_refused, rows
 from tests.refusals import refused
 
@@ -113,6 +114,21 @@ def test_gpus_that_a_local_ray_has_not_are_refused(
     config = load("config.yaml", ["resources.device=cuda", "policy.data_parallel=4"])
     with refused("4 GPUs"):
         check_machine(config, dry_run=dry_run)
+
+
+def test_amd_gpus_are_refused_by_name(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
+    for device in (tmp_path / "none", tmp_path):
+        has_device = device.exists()
+        monkeypatch.setattr(machine, "AMD_DEVICE", device)
+        with refused("ROCm is not supported" if has_device else "this machine has 0"):
+            check_machine(load("config.yaml", ["resources.device=cuda"]), dry_run=False)
+        lines = warnings(load("config.yaml", ["resources.device=auto"]))
+        assert any("ROCm" in line for line in lines) == has_device
+        assert not any("ROCm" in line for line in warnings(load("config.yaml", ["resources.device=cpu"])))
 
 
 def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
