@@ -21,6 +21,8 @@ except Exception as problem:  # a broken installation may raise anything
     )
 
 COMPILED = numba is not None
+PACKAGE = Path(__file__).parents[1]
+"""All of `balancing`: loops of its rooms call those of `basics`."""
 
 
 def drop_stale_code(package: Path) -> None:
@@ -45,7 +47,7 @@ def drop_stale_code(package: Path) -> None:
 
 
 if COMPILED:
-    drop_stale_code(Path(__file__).parent)
+    drop_stale_code(PACKAGE)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from balancing.basics.compiled import COMPILED, drop_stale_code
+import balancing
+from balancing.basics.compiled import COMPILED, PACKAGE, drop_stale_code
 
 CALLER = """\
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_a_function_is_compiled_again_when_what_it_calls_has_changed_and_that_is
     assert [run(tmp_path), run(tmp_path)] == ["2 0 told", "2 1"]
     (tmp_path / "callee.py").write_text(CALLEE.format(5))
     assert run(tmp_path) == "10 0 told"
+
+
+def test_code_of_all_rooms_is_dropped_together() -> None:
+    """Of `basics` alone, a change of a loop in `search` would leave the old code of its callers."""
+    assert PACKAGE == Path(balancing.__file__).parent
+    source = {path for path in PACKAGE.rglob("*.py") if "@compiled" in path.read_text()}
+    assert {path.parent.name for path in source} > {"basics", "search"}
 
 
 def test_code_is_kept_until_a_source_with_compiled_functions_changes_comes_or_goes(tmp_path: Path) -> None:
