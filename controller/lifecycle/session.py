@@ -33,6 +33,7 @@ from controller.engines.fleet import RestartBudget
 from controller.lifecycle.interrupts import heeded_signals, in_main_thread
 from controller.lifecycle.local_ray import ray_folder, started_apart
 from controller.lifecycle.model_checks import check_models
+from controller.lifecycle.planner_code import compiling_planner
 from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in, run_log
 from controller.observability.slow_work import Log, log_if_slow
@@ -150,8 +151,10 @@ def session(
     exported = RayMetrics(config.run.name)
     live = LiveMetrics(exported.export)
     with exported, ExitStack() as stack:
-        with live.phase("start"):
+        with live.phase("start"), compiling_planner() as wait_for_planner:
             roles = stack.enter_context(launch(config, console, live=live, fit=fit_checkpointing, **launched))
+            with console.waiting("the planner, which is compiled once"):
+                wait_for_planner()
         with console.waiting("the checkpoint that run.resume names, or the models"):
             progress = resume(config, roles, console.log, data)
         trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)

@@ -52,7 +52,7 @@ def test_a_function_is_compiled_again_when_what_it_calls_has_changed_and_that_is
 
 def test_code_of_all_rooms_is_dropped_together() -> None:
     """Of `basics` alone, a change of a loop in `search` would leave the old code of its callers."""
-    assert PACKAGE == Path(balancing.__file__).parent
+    assert Path(balancing.__file__).parent == PACKAGE
     source = {path for path in PACKAGE.rglob("*.py") if "@compiled" in path.read_text()}
     assert {path.parent.name for path in source} > {"basics", "search"}
 
