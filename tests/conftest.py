@@ -49,8 +49,9 @@ gc.disable()  # until all tests are collected: it took a fifth of the time of th
 # At Python's own thresholds, collections took a fourteenth of the time of runs in a process.
 gc.set_threshold(10_000, 20, 10)
 
+RAY_FIXTURES = {"ray_session", "ray_of_new_interpreters"}
 RAY_FILES: set[Path] = set()
-"""Files with a test that shares this process's Ray session."""
+"""Files with a test that uses this process's Ray session."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,7 +116,7 @@ def pytest_collection_finish() -> None:
 
 
 def uses_ray_session(item: pytest.Item) -> bool:
-    return "ray_session" in getattr(item, "fixturenames", ())
+    return not RAY_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -208,25 +209,41 @@ def process_groups_end() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ray_session() -> None:
-    """A local Ray of 8 logical CPUs, without dashboard, for all files in a row whose tests need actors."""
+    """A local Ray for all files in a row whose tests need actors, which are forks: see tests/fork_server.py."""
     import ray
+
+    from tests.fork_server import fork_workers
 
     if ray.is_initialized():
         return
-    from tests.fork_server import fork_workers
-
-    reports = {"metrics_report_interval_ms": 1000}  # the shortest; tests wait for reports
-    patience = {"worker_register_timeout_seconds": 300}  # the first worker waits for the server's imports
     with pytest.MonkeyPatch.context() as patch:
         fork_workers(patch)
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=2 * 2**30,
-            _system_config=reports | patience,
-        )
+        start_ray()
+
+
+@pytest.fixture(scope="module")
+def ray_of_new_interpreters() -> Iterator[None]:
+    """A local Ray of one file, with actors as users have them."""
+    end_ray_session()
+    start_ray()
+    yield
+    end_ray_session()
+
+
+def start_ray() -> None:
+    """Start a Ray of 8 logical CPUs, without dashboard."""
+    import ray
+
+    reports = {"metrics_report_interval_ms": 1000}  # the shortest; tests wait for reports
+    patience = {"worker_register_timeout_seconds": 300}  # the first fork waits for the server's imports
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=2 * 2**30,
+        _system_config=reports | patience,
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """What somebody does in a notebook: train with a function defined there, in a thread; evaluate the result;
 sample from it, and go on where a job was cut.
 
-The run, about 40 seconds, is on real Ray: only here does a closure of a notebook reach actors from a thread.
+The run, about 40 seconds, is on real Ray with actors in new interpreters, as users have them: only here does
+everything import in a user's order, and a closure of a notebook reach actors from a thread.
 Evaluation and generation start three engines more, in this process.
 """
 
@@ -26,7 +27,7 @@ from tests.controller.stand_ins.in_process import put_ray_in_process
 from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("ray_of_new_interpreters")
 STEPS = 2
 LARGEST = 9.0
 USUAL = gc.get_threshold()
@@ -70,7 +71,7 @@ def source(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(
-    ray_session: None, settings: list[str], records: dict[str, list[dict[str, Any]]], source: Path
+    ray_of_new_interpreters: None, settings: list[str], records: dict[str, list[dict[str, Any]]], source: Path
 ) -> Trained:
     """Ended by its callback after two of five steps, in a thread that is not the main one."""
     called: list[tuple[int, dict[str, float]]] = []
