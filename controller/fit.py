@@ -8,7 +8,6 @@ Heavy imports wait until the configuration is checked.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from controller.config import Config, load
@@ -16,7 +15,7 @@ from controller.config.conditions import leave_out_cpu_settings
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.input_lines import prompt_lines, tried_lines
+from controller.lifecycle.input_lines import prompt_lines, token_facts, tried_lines
 from controller.lifecycle.inputs import Tried, try_inputs
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import exit_code, is_finished, prepare_start, run_training, session
@@ -25,9 +24,10 @@ from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import check_machine, run_on
 from controller.preflight.data_checks import is_elsewhere
-from controller.preflight.describe import describe, warnings
+from controller.preflight.describe import warnings, write_sections
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.describe_time import print_time
+from controller.preflight.page import Page, run_command
 from workers.errors import Problems
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_code(partial(_prepare, arguments))
+    return run_command(exit_code, _prepare, arguments)
 
 
-def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
+def _prepare(arguments: Sequence[str], page: Page) -> Callable[[], None] | None:
     request = parse_arguments(arguments)
     config = load(request.config, request.overrides)
     if not request.dry_run:
@@ -49,11 +49,11 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
     if request.cluster:
         run_on(config, request.cluster)
         for key, path in config.model_paths.items():
-            fetch_description(path, key, print)  # the page needs no other file
+            fetch_description(path, key, page.note)  # the page needs no other file
     else:
         leave_out_cpu_settings(config)
     check(config)
-    dry_run(config, request)
+    dry_run(config, request, page)
     return None
 
 
@@ -80,8 +80,8 @@ def prepare(
     )
 
 
-def dry_run(config: Config, request: Arguments) -> None:
-    """Print the page of a checked configuration. Machine, models, data and users' code are
+def dry_run(config: Config, request: Arguments, page: Page) -> None:
+    """Write the page of a checked configuration. Machine, models, data and users' code are
     refused together.
     """
     elsewhere = [
@@ -93,39 +93,37 @@ def dry_run(config: Config, request: Arguments) -> None:
         if not request.cluster:
             check_machine(config, dry_run=True)
     with problems.collecting():
-        check_models(config)
+        check_models(config, page.note)
     if not problems.errors:
-        print(describe(config, everything=request.everything))
-        sys.stdout.flush()  # processes of users' code may write there too
+        write_sections(config, page, everything=request.everything)
     with problems.collecting():
         if not elsewhere:  # fails in seconds, and measuring memory takes a minute
             trial = try_inputs(config)
     problems.raise_all()
     if request.cluster:
-        print_cluster(config, request.cluster, measured=request.measure)
-    print("\n== inputs ==")
-    prompts: list[int] = []
-    for line in _input_lines(config, trial, elsewhere, prompts):
-        print(line, flush=True)
+        print_cluster(config, request.cluster, page, measured=request.measure)
+    page.begin("inputs")
+    prompts = _write_inputs(config, trial, elsewhere, page)
     if request.cluster:
-        print_time(config, request.cluster, request.time, prompts)
+        print_time(config, request.cluster, request.time, prompts, page)
 
 
-def _input_lines(
-    config: Config, trial: Tried | None, elsewhere: Sequence[str], prompts: list[int]
-) -> Iterator[str]:
-    """trial: None if some data is elsewhere. prompts: receives the tokens of every prompt, if a tokenizer is
-    there.
-    """
+def _write_inputs(config: Config, trial: Tried | None, elsewhere: Sequence[str], page: Page) -> list[int]:
+    """Return the tokens of every prompt, if a tokenizer is there. trial: None if some data is elsewhere."""
+    prompts: list[int] = []
     if trial is None:
-        yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
+        page.write(f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored")
     else:
-        yield from tried_lines(config, trial)
+        records = {str(path): len(rows) for path, rows in (trial.train | trial.held_out).items()}
+        page.write(*tried_lines(config, trial), records=records)
         if read_model_files(config.model.path, "model.path").tokenizer:
             inputs = tokenize_inputs(config, trial)
             prompts += [tokens for source in inputs.sources for tokens in source.lengths]
-            yield from prompt_lines(inputs)
-    yield from numerics_lines(config)
+            datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
+            page.write(*prompt_lines(inputs), tokens=[token_facts(dataset) for dataset in datasets])
+    for line in numerics_lines(config):
+        page.write(line)
+    return prompts
 
 
 def run(

@@ -11,12 +11,13 @@ from controller.config.offline import SftConfig
 from controller.lifecycle.session import exit_code
 from controller.offline.offline_training import prepare_command
 from controller.preflight.arguments import Command
+from controller.preflight.page import run_command
 
 COMMAND = Command("controller.sft", "Train a policy on given responses.", SftConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_code(partial(prepare_command, COMMAND, arguments))
+    return run_command(exit_code, partial(prepare_command, COMMAND), arguments)
 
 
 if __name__ == "__main__":

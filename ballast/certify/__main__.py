@@ -5,11 +5,9 @@ Exit codes: 0 nothing certain is wrong, 1 a defect is certain, 2 something canno
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from ballast.certify.subject import Subject, make_config, read_subject
 from ballast.certify.training import check_training
 from controller.observability.certificates import FILE, certificate_file
 from controller.preflight.arguments import OneLineParser, writing
+from controller.preflight.page import prints_to_stderr
 from workers.errors import BallastError, ConfigError, one_line
 
 Check = Callable[[Subject, Certificate], None]
@@ -79,19 +78,6 @@ def _certify(request: argparse.Namespace) -> int:
         output.write_text(text + "\n")
     print(text if request.json else "\n".join([*page_lines(certificate), "", f"written: {output}"]))
     return 1 if certificate.is_certain else 0
-
-
-@contextmanager
-def prints_to_stderr() -> Iterator[None]:
-    """Send to stderr what users' code prints in its processes: stdout is for the page, or for JSON alone."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def checks_of(level: str) -> dict[str, Check]:

@@ -1,5 +1,7 @@
 """Say in lines what a dry run and a run have read and tried."""
 
+from typing import Any
+
 from controller.config import Config
 from controller.config.file import value_of
 from controller.config.training import count_noun
@@ -122,6 +124,18 @@ def prompt_lines(inputs: Inputs) -> list[str]:
         *(_tokens_line(dataset) for dataset in datasets),
         *(f"warning: {line}" for line in inputs.warnings),
     ]
+
+
+def token_facts(dataset: Any) -> dict[str, Any]:
+    """Return numbers of a data set of prompts or sequences."""
+    tokens = dataset.lengths
+    return {
+        "name": dataset.name,
+        "count": len(tokens),
+        "shortest": int(min(tokens)),
+        "longest": int(max(tokens)),
+        "dropped": dataset.dropped,
+    }
 
 
 def _tokens_line(dataset: PromptDataset) -> str:

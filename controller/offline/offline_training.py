@@ -20,7 +20,7 @@ from controller.data.records import Record, read_records
 from controller.data.unread_columns import CHATS, names_in, unread_columns
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.chat_inputs import TRIED_PROMPTS, try_template
-from controller.lifecycle.input_lines import quote_lines
+from controller.lifecycle.input_lines import quote_lines, token_facts
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import is_finished, prepare_start, run_training, session
 from controller.lifecycle.tokenized_inputs import load_renderer
@@ -37,8 +37,9 @@ from controller.offline.tokenized import (
 from controller.planning.planner import counted_costs
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
-from controller.preflight.describe import describe
+from controller.preflight.describe import write_sections
 from controller.preflight.offline_checks import check_offline
+from controller.preflight.page import Page
 from workers.errors import check_together
 from workers.rendering import Options
 
@@ -65,15 +66,15 @@ class OfflineInputs:
     warnings: list[str]
 
 
-def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callable[[], None] | None:
+def prepare_command(command: Command, arguments: Sequence[str], page: Page) -> Callable[[], None] | None:
     """Return the function that starts the run, or None after a dry run. Raises as `prepare`."""
     request = parse_arguments(arguments, command)
     config: Any = load_as(command.schema, request.config, request.overrides)
     if not request.dry_run:
         return prepare(config)
     check_offline(config)
-    check_together(lambda: check_machine(config, dry_run=True), lambda: check_models(config))
-    dry_run(config, everything=request.everything)
+    check_together(lambda: check_machine(config, dry_run=True), lambda: check_models(config, page.note))
+    dry_run(config, page, everything=request.everything)
     return None
 
 
@@ -90,17 +91,20 @@ def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Call
     )
 
 
-def dry_run(config: OfflineConfig, *, everything: bool) -> None:
-    print(describe(config, everything=everything))
-    print("\n== inputs ==", flush=True)
-    inputs = read_inputs(config)
-    print("\n".join(quote_lines("the first record, as the model reads it:", inputs.first_text)))
-    for dataset in filter(None, (inputs.train, inputs.validation)):
-        print("\n".join(_dataset_lines(dataset)))
-    for warning in inputs.warnings:
-        print(f"warning: {warning}")
+def dry_run(config: OfflineConfig, page: Page, *, everything: bool) -> None:
+    write_sections(config, page, everything=everything)
+    page.begin("inputs")
+    inputs = read_inputs(config, page.note)
+    page.write(*quote_lines("the first record, as the model reads it:", inputs.first_text))
+    datasets = [inputs.train, *([inputs.validation] if inputs.validation else [])]
+    for dataset in datasets:
+        page.write(*_dataset_lines(dataset))
+    page.write(
+        *(f"warning: {warning}" for warning in inputs.warnings),
+        tokens=[token_facts(dataset) for dataset in datasets],
+    )
     for line in numerics_lines(config):
-        print(line, flush=True)
+        page.write(line)
 
 
 def _dataset_lines(dataset: SequenceDataset) -> list[str]:

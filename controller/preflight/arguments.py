@@ -12,6 +12,7 @@ from controller.config import Config, TrainingConfig
 from controller.preflight.cluster import FORM, Cluster, parse_cluster
 from controller.preflight.describe import section_names, settings_page
 from controller.preflight.describe_time import TimeOptions
+from controller.preflight.page import OPTION
 from controller.preflight.time_inputs import DRAWS
 from workers.errors import ConfigError
 
@@ -44,9 +45,9 @@ class Command:
     @property
     def usage(self) -> str:
         dry_run = (
-            "--dry-run [--all] [--cluster NODES [--no-measure]]"
+            "--dry-run [--all] [--json] [--cluster NODES [--no-measure]]"
             if self.describes_clusters
-            else "--dry-run [--all]"
+            else "--dry-run [--all] [--json]"
         )
         return f"python -m {self.module} --config FILE [{dry_run}] [-v] [key.sub=value ...]"
 
@@ -112,6 +113,8 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     overrides = (*parsed.verbose, *parsed.overrides)
     if parsed.all and not parsed.dry_run:
         raise ConfigError("--all works only with --dry-run. Add --dry-run (--settings explains every key).")
+    if parsed.json and not parsed.dry_run:
+        raise ConfigError("--json works only with --dry-run. Add --dry-run.")
     if not command.describes_clusters:
         return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
@@ -154,6 +157,9 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--all", action="store_true", help="with --dry-run: print every setting, not only changed ones"
+    )
+    parser.add_argument(
+        OPTION, action="store_true", help="with --dry-run: print one JSON object, and notes on stderr"
     )
     if command.describes_clusters:
         parser.add_argument(

@@ -6,7 +6,11 @@ schema --> every key, type, default, range
 
 import textwrap
 from collections import Counter
+from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
+
+import yaml
 
 from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools, role_requests, sum_reserved
 from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
@@ -17,24 +21,84 @@ from controller.config.offline import OfflineConfig
 from controller.config.training import Limits, count_noun, has_amd_gpus
 from controller.preflight.automatic import automatic_choices
 from controller.preflight.describe_fit import fits_lines
+from controller.preflight.page import Page
 
 
 def describe(config: TrainingConfig, *, everything: bool = False) -> str:
     """Write the page of `--dry-run` for a checked configuration. everything: include default settings."""
-    title = (
-        "configuration"
-        if everything
-        else "configuration, where it differs from the defaults (--all: everything)"
-    )
-    sections = {
-        title: (to_yaml(config) if everything else changed_yaml(config)).splitlines(),
-        "placement": _placement(config),
-        "sizes": _sizes(config),
-        "automatic": [f"{key}=auto -> {choice}" for key, choice in automatic_choices(config).items()],
-        "caps": [_cap_line(config, limits) for limits in config.limits.values()],
-        "notes": _notes(config),
+    blocks = []
+    for section in page_sections(config, everything=everything):
+        blocks.append("\n".join([f"== {section.title} ==", *section.lines]))
+    return "\n\n".join(blocks)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. name: its key in JSON. facts: what its lines tell, for programs."""
+
+    name: str
+    title: str
+    lines: list[str]
+    facts: dict[str, Any]
+
+
+def page_sections(config: TrainingConfig, *, everything: bool = False) -> list[Section]:
+    """Return the sections that have lines, for a checked configuration."""
+    text = to_yaml(config) if everything else changed_yaml(config)
+    title = "configuration"
+    if not everything:
+        title = "configuration, where it differs from the defaults (--all: everything)"
+    choices = automatic_choices(config)
+    sections = [
+        Section("configuration", title, text.splitlines(), {"settings": yaml.safe_load(text)}),
+        Section("placement", "placement", _placement(config), _placement_facts(config)),
+        Section("sizes", "sizes", _sizes(config), _size_facts(config)),
+        Section(
+            "automatic",
+            "automatic",
+            [f"{key}=auto -> {choice}" for key, choice in choices.items()],
+            {"choices": choices},
+        ),
+        Section(
+            "caps",
+            "caps",
+            [_cap_line(config, limits) for limits in config.limits.values()],
+            {"passes": {name: asdict(limits) for name, limits in config.limits.items()}},
+        ),
+        Section("notes", "notes", _notes(config), {}),
+    ]
+    return [section for section in sections if section.lines]
+
+
+def write_sections(config: TrainingConfig, page: Page, *, everything: bool) -> None:
+    for section in page_sections(config, everything=everything):
+        page.begin(section.name, section.title, **section.facts)
+        page.write(*section.lines)
+
+
+def _placement_facts(config: TrainingConfig) -> dict[str, Any]:
+    return {
+        "device": "GPUs" if config.uses_gpus else "CPUs",
+        "pools": [asdict(pool) for pool in pools(config)],
+        "roles": [asdict(request) for request in role_requests(config)],
+        "reserved": {name: sum_reserved(config, name) for name in ("CPU", "GPU")},
     }
-    return "\n\n".join("\n".join([f"== {title} ==", *lines]) for title, lines in sections.items() if lines)
+
+
+def _size_facts(config: TrainingConfig) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "steps": config.run.steps,
+        "longest_sequence": config.longest_sequence,
+        "folder": str(config.run_folder),
+    }
+    if isinstance(config, Config):
+        facts["sequences_per_step"] = config.sequences_per_step
+        facts["mini_batches"] = config.mini_batch_sizes
+        facts["updates_per_step"] = config.updates_per_step
+        facts["engine_tokens"] = config.max_model_tokens
+    if isinstance(config, OfflineConfig):
+        facts["sequences_per_step"] = config.records_per_step * config.sequences_per_record
+    return facts
 
 
 def settings_page(schema: type[TrainingConfig] = Config) -> str:

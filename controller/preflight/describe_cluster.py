@@ -3,6 +3,7 @@
 Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError after the page is printed
 """
 
+from dataclasses import asdict
 from itertools import groupby
 
 from controller.actors.layout import sum_reserved
@@ -16,6 +17,7 @@ from controller.preflight.cluster import (
     roles_on_node,
 )
 from controller.preflight.memory import (
+    USABLE_SHARE,
     Memory,
     check_memory,
     fit_checkpointing,
@@ -24,47 +26,61 @@ from controller.preflight.memory import (
     memory_lines,
     memory_totals,
 )
+from controller.preflight.page import Page
 from workers.config.model import checkpointing_words
 from workers.errors import ConfigError
 
 AMD_CARDS = ("MI300X",)
 
 
-def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:
-    """Print placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does
+def print_cluster(config: Config, cluster: Cluster, page: Page, *, measured: bool = True) -> None:
+    """Write placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does
     not.
     """
+    page.begin("cluster", **asdict(cluster))
     try:
         placement = place(config, cluster)
     except ConfigError:
-        print("\n== cluster ==\nfits: no")
+        page.write("fits: no", fits="no")
         raise
-    print("\n".join(["", "== cluster ==", *placement_lines(config, cluster, placement)]))
+    page.write(*placement_lines(config, cluster, placement), nodes_of_ranks=placement.pools)
     if not cluster.gpus:
-        print(f"fits: yes (CPUs: {sum_reserved(config, 'CPU'):g} of {cluster.nodes * cluster.cpus:g})")
+        cpus = f"{sum_reserved(config, 'CPU'):g} of {cluster.nodes * cluster.cpus:g}"
+        page.write(f"fits: yes (CPUs: {cpus})", fits="yes")
         return
-    print("\n== memory, measured on a simulated GPU; GiB ==", flush=True)
+    page.begin("memory", "memory, measured on a simulated GPU; GiB")
     if measured and config.model.gradient_checkpointing == "auto":
         config = fit_checkpointing(config, cluster.gpu_gib)
-        print(checkpointing_words(config.model))
+        page.write(checkpointing_words(config.model))
     memory = measure(config) if measured else Memory({}, "--no-measure")
     if not memory.roles:
-        print(f"not measured: {memory.problem}")
         gpus = f"{sum_reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}"
-        print(f"fits: GPUs yes ({gpus}), memory unknown")
+        page.write(
+            f"not measured: {memory.problem}", f"fits: GPUs yes ({gpus}), memory unknown", fits="unknown"
+        )
         return
     host = host_memory(config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", [])))
     sizes = ", ".join(
         f"{role} {measurement['sizes']['parameters']:,}" for role, measurement in memory.roles.items()
     )
-    print("\n".join([f"parameters: {sizes}", *memory_lines(config, memory, host, cluster)]))
+    page.write(
+        f"parameters: {sizes}",
+        *memory_lines(config, memory, host, cluster),
+        passes=memory.passes,
+        host=host,
+        usable=USABLE_SHARE * cluster.gpu_gib,
+        problem=memory.problem,
+    )
     totals = memory_totals(config, memory, host, cluster)
     try:
         check_memory(config, memory, host, cluster)
     except ConfigError:
-        print(f"fits: no ({totals})")
+        page.write(f"fits: no ({totals})", fits="no")
         raise
-    print(f"fits: training unknown ({totals})" if memory.problem else f"fits: yes ({totals})")
+    if memory.problem:
+        page.write(f"fits: training unknown ({totals})", fits="unknown")
+    else:
+        page.write(f"fits: yes ({totals})", fits="yes")
 
 
 def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> list[str]:

@@ -13,6 +13,7 @@ from balancing.time_model import Efficiency, Layout, StepTime
 from balancing.time_model.search import Problem
 from controller.config import Config
 from controller.preflight.cluster import Cluster
+from controller.preflight.page import Page
 from controller.preflight.time_fit import fit_to_run
 from controller.preflight.time_inputs import (
     DEFAULT,
@@ -42,13 +43,15 @@ class TimeOptions:
     measured: Path | None = None
 
 
-def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int]) -> None:
-    """Print the section. prompts: lengths of the data's prompts, empty if it is elsewhere. Raises
+def print_time(
+    config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int], page: Page
+) -> None:
+    """Write the section. prompts: lengths of the data's prompts, empty if it is elsewhere. Raises
     ConfigError.
     """
-    print("\n== time, predicted ==")
+    page.begin("time", "time, predicted")
     if cluster.gpus and not cluster.gpu:
-        print("not predicted: name the card in --cluster, as in gpu=H100")
+        page.write("not predicted: name the card in --cluster, as in gpu=H100")
         return
     problem, source_lines = read_problem(config, cluster, options, prompts)
     workload = problem.workload
@@ -75,7 +78,16 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
         f"a step waits mostly for {step_time.limit}",
         *(["would help, if memory allows:", *helping] if helping else []),
     ]
-    print("\n".join(lines))
+    page.write(
+        *[line for text in lines for line in text.split("\n")],
+        phases={name: phase._asdict() for name, phase in step_time.phases.items()},
+        step=step_time.step._asdict(),
+        tokens_per_second=tokens / step_time.seconds,
+        trainer_idle=step_time.trainer_idle,
+        engine_idle=step_time.engine_idle,
+        limit=step_time.limit,
+        speedups={words: gain for gain, words in best_gains},
+    )
 
 
 def read_problem(

@@ -26,6 +26,7 @@ from controller.preflight.memory import (
     measure,
     memory_lines,
 )
+from controller.preflight.page import Page
 from tests.controller.config_workspace import write_model
 from tests.examples.test_launch import LAUNCH
 from tests.refusals import refused
@@ -186,7 +187,7 @@ def test_the_page_of_a_cluster_says_whether_the_run_fits(
         "controller.preflight.describe_cluster.measure", lambda config: Memory({"policy": POLICY})
     )
     with nullcontext() if fits.startswith("yes") else refused("training needs about"):
-        print_cluster(eight_gpus(), replace(EIGHT, gpu_gib=gpu_gib))
+        print_cluster(eight_gpus(), replace(EIGHT, gpu_gib=gpu_gib), Page())
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"fits: {fits}")
 
 
