@@ -63,7 +63,7 @@ def write_trajectories(run_folder: Path, step: int | None, output: Path) -> list
     paths = []
     for sample in samples:
         session = f"step-{step}/prompt-{sample.uid}-sample-{sample.number}"
-        trajectory = {
+        trajectory: dict[str, Any] = {
             "schema_version": SCHEMA,
             "session_id": f"{run_folder.name}/{session}",
             "trajectory_id": f"{run_folder.name}/{session}",
