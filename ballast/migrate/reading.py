@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ballast.migrate.launchers import flags_in_texts
+from ballast.migrate.parents import compose
 from ballast.migrate.shell import ShellScript
 from controller.config.file import leaves
-from controller.config.yaml_text import yaml_events
 from workers.errors import ConfigError, clause
 
 OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)
 UNDOTTED = re.compile(r"[+]{0,2}([a-z]\w*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 CALLS = re.compile(r"\w*(Config|Trainer|Arguments)")
-MOST_PARENTS = 8
 ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
     "mul": operator.mul,
@@ -87,7 +86,9 @@ def _of_file(path: Path) -> Recipe:
         if path.suffix == ".toml":
             return Recipe(dict(leaves(tomllib.loads(text))))
         if path.suffix in (".yaml", ".yml", ".json"):
-            return Recipe(_of_yaml(path), " ".join(PROGRAM_IN_COMMENT.findall(text)))
+            notes: list[str] = []
+            values = _of_yaml(path, notes)
+            return Recipe(values, " ".join(PROGRAM_IN_COMMENT.findall(text)), notes)
         return _of_script(text)
     except (
         OSError,
@@ -102,11 +103,11 @@ def _of_file(path: Path) -> Recipe:
         raise ConfigError(f"{path} cannot be read: {reason}.") from None
 
 
-def _of_yaml(path: Path) -> dict[str, Any]:
+def _of_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return resolved values. One that only its own program can resolve stays as it is written."""
     for name, compute in ARITHMETIC.items():
         OmegaConf.register_resolver(name, compute, replace=True)
-    content = _with_parents(path, MOST_PARENTS)
+    content = compose(path, notes)
     written = OmegaConf.to_container(content)
     if not isinstance(written, Mapping):
         return {}
@@ -120,46 +121,6 @@ def _of_yaml(path: Path) -> dict[str, Any]:
             except OmegaConfBaseException:
                 continue
     return values
-
-
-def _with_parents(path: Path, depth: int) -> Any:
-    """Merge the file over the parent that its `defaults` names, as NeMo-RL does."""
-    text = path.read_text(encoding="utf-8")
-    events = list(yaml_events(text))  # all of them: it refuses what is nested too deeply
-    is_scalar = not any(isinstance(event, yaml.CollectionStartEvent) for event in events)
-    content = OmegaConf.create("" if is_scalar else text)
-    if not isinstance(content, DictConfig):
-        return content
-    names = cast(dict[str, Any], OmegaConf.to_container(content)).get("defaults")
-    names = names if isinstance(names, list) else [names]
-    parents = [path.parent / name for name in names if isinstance(name, str)]
-    if not parents or not all(parent.is_file() for parent in parents):
-        return content  # `defaults` is then listed as a key that is not known
-    if not depth:
-        raise ConfigError(
-            f"{path}: defaults={names[0]}: more than {MOST_PARENTS} parents. Is one its own parent?"
-        )
-    content.pop("defaults")
-    merged: Any = OmegaConf.create()
-    for parent in [*(_with_parents(parent, depth - 1) for parent in parents), content]:
-        merged = OmegaConf.merge(_without_replaced(merged, parent), parent)
-    return merged
-
-
-def _without_replaced(parent: Any, child: Any) -> Any:
-    """Drop from `parent` the sections that `child` replaces as a whole: marked so, or of another
-    kind there.
-    """
-    base = OmegaConf.create()
-    for key in parent:
-        parent_node = parent._get_node(key)
-        child_node = child._get_node(key)
-        is_section = OmegaConf.is_dict(child_node)
-        if child_node is None:
-            base[key] = parent_node
-        elif is_section and OmegaConf.is_dict(parent_node) and not child_node.pop("_override_", False):
-            base[key] = _without_replaced(parent_node, child_node)
-    return base
 
 
 def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:

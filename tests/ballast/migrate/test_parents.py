@@ -1,0 +1,91 @@
+"""A recipe that inherits is read with its parents, and a missing parent is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.migrate.reading import read_recipe
+from workers.errors import ConfigError
+
+GROUPS = {
+    "actor/fsdp.yaml": "defaults: [../optim@optim: adam, base, _self_]\nclip: 2.0\n",
+    "actor/base.yaml": "clip: 1.0\nepochs: 3\n",
+    "actor/megatron.yaml": "clip: 5.0\n",
+    "optim/adam.yaml": "lr: 1.0e-3\nbetas: [0.9, 0.999]\n",
+    "shared/loss.yaml": "# @package _global_\nloss: {kl: 0.1, clip: 0.2}\n",
+    "envs.yaml": "maze: {turns: 3}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        pytest.param(
+            "defaults: [actor@policy.actor: fsdp, _self_]\npolicy: {actor: {epochs: 1}}\n",
+            {"policy.actor.clip": 2.0, "policy.actor.epochs": 1, "policy.actor.optim.lr": 1e-3},
+            id="package, relative path, parent of a parent",
+        ),
+        pytest.param(
+            "defaults: [_self_, actor@a: base]\na: {epochs: 1, more: 2}\n",
+            {"a.epochs": 3, "a.more": 2},
+            id="parents behind _self_ win",
+        ),
+        pytest.param("defaults: [actor: base]\nactor: {clip: 7}\n", {"actor.clip": 7}, id="no _self_: last"),
+        pytest.param("defaults: [envs@_here_]\nsize: 8\n", {"maze.turns": 3, "size": 8}, id="_here_"),
+        pytest.param("defaults: [actor/base@a.b]\nsize: 8\n", {"a.b.epochs": 3}, id="path with a package"),
+        pytest.param("defaults: [shared: loss]\nsize: 8\n", {"loss.kl": 0.1}, id="package of the file"),
+        pytest.param(
+            "defaults: [actor@a: fsdp, override actor@a: megatron]\nsize: 8\n", {"a.clip": 5.0}, id="override"
+        ),
+        pytest.param("defaults: [optional actor: none]\nsize: 8\n", {"size": 8}, id="optional"),
+        pytest.param("defaults: [actor@a: null]\nsize: 8\n", {"size": 8}, id="no choice"),
+        pytest.param(
+            "defaults: [optim@o: adam]\npeak: ${o.lr}\n",
+            {"peak": 1e-3},
+            id="a value of the parent is resolved",
+        ),
+    ],
+)
+def test_a_recipe_is_read_with_its_parents(text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    _write(tmp_path, GROUPS | {"recipe.yaml": text})
+    recipe = read_recipe([str(tmp_path / "recipe.yaml")])
+    assert {key: recipe.get(key) for key in wanted} == wanted
+    assert not any(key.startswith("defaults") for key in recipe)
+
+
+@pytest.mark.parametrize("scheme", ["file://verl/config", "pkg://verl.config"])
+def test_parents_are_looked_for_in_hydras_search_path(scheme: str, tmp_path: Path) -> None:
+    recipe = f"hydra: {{searchpath: ['{scheme}']}}\ndefaults: [base, _self_]\nsize: 8\n"
+    _write(tmp_path, {"verl/config/base.yaml": "lr: 3\n", "examples/recipe.yaml": recipe})
+    assert read_recipe([str(tmp_path / "examples" / "recipe.yaml")])["lr"] == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "defaults: parent.yaml\ngrpo: {num_prompts_per_step: 8}\n",
+        "defaults: [parent.yaml]\ngrpo: {num_prompts_per_step: 8}\n",
+        "defaults: [parent, _self_]\ndata: {train_batch_size: 8}\n",
+        "defaults: [actor@a: parent]\ndata: {train_batch_size: 8}\n",
+        "defaults: ['../parent@_here_']\nrollout_batch_size: 8\n",
+    ],
+)
+def test_a_missing_parent_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    _write(tmp_path, {"recipe.yaml": text})
+    with pytest.raises(ConfigError, match="parent"):
+        read_recipe([str(tmp_path / "recipe.yaml")])
+
+
+def test_the_table_stands_for_verls_own_parent(tmp_path: Path) -> None:
+    _write(tmp_path, {"recipe.yaml": "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 8}\n"})
+    recipe = read_recipe([str(tmp_path / "recipe.yaml")])
+    assert recipe == {"data.train_batch_size": 8}
+    assert "ppo_trainer" in recipe.notes[0]
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
