@@ -40,10 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    if not options.output:
+    if options.output:
+        for line in migration.computed:
+            print(f"computed: {line}", file=sys.stderr)
+    else:
         print(migration.yaml, end="")
     counts = (
         f"{len(migration.settings)} settings",
+        f"{len(migration.computed)} computed",
         f"{len(migration.open)} to decide",
         f"{len(migration.defaults)} defaults that differ",
         f"{len(migration.without)} keys without a counterpart",

@@ -1,12 +1,12 @@
 """Tables, defaults and derived settings of recipes for SFT, preferences and reward models."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ballast.migrate.commands import PREFERENCES, REWARD_MODEL, SFT, Command
 from ballast.migrate.offline_systems import OFFLINE_SYSTEMS
-from ballast.migrate.rules import above_0, count, decay_all
+from ballast.migrate.rules import Settings, above_0, count, decay_all
 from ballast.migrate.systems.trl import PROCESSES, apply_switches, choose_modules, name_data
 
 TABLES = {
@@ -115,7 +115,7 @@ def derive_offline(
     system: str,
     command: Command,
     theirs: Mapping[str, Any],
-    ours: MutableMapping[str, Any],
+    ours: Settings,
     to_decide: list[str],
 ) -> None:
     """Add the size of a step and the length of the run, and the open questions to `to_decide`."""
@@ -135,9 +135,10 @@ def derive_offline(
     if ours.get("run.steps"):
         ours.pop("run.epochs", None)  # steps come first there too
     if int(theirs.get("trainer.nnodes") or 1) > 1 and "policy.data_parallel" in ours:
-        ours["policy.data_parallel"] = int(theirs["trainer.nnodes"]) * int(
-            theirs.get("trainer.n_gpus_per_node") or 8
-        )
+        nodes = int(theirs["trainer.nnodes"])
+        gpus = int(theirs.get("trainer.n_gpus_per_node") or 8)
+        formula = f"trainer.nnodes {nodes} x trainer.n_gpus_per_node {gpus}"
+        ours.compute("policy.data_parallel", nodes * gpus, formula)
     if isinstance(ours.get("data.train"), list):
         files = ours.pop("data.train")
         ours["data.train"] = files[0]
@@ -147,22 +148,20 @@ def derive_offline(
             )
 
 
-def _size_of_trl(
-    command: Command, theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_decide: list[str]
-) -> None:
+def _size_of_trl(command: Command, theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]) -> None:
     sizes = [theirs.get(PER_DEVICE, 8), theirs.get(ACCUMULATION, 1)]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         to_decide.append(f"{command.size}: {PER_DEVICE} x {ACCUMULATION} must be whole numbers above 0.")
         return
-    ours[command.size] = sizes[0] * sizes[1] * (above_0(theirs.get(PROCESSES)) or 1)
+    processes = above_0(theirs.get(PROCESSES)) or 1
+    formula = f"{PER_DEVICE} {sizes[0]} x {ACCUMULATION} {sizes[1]} x {processes} processes"
+    ours.compute(command.size, sizes[0] * sizes[1] * processes, formula)
     unit = "packed rows, each of several records, " if theirs.get("packing") is True else ""
     if unit or not above_0(theirs.get(PROCESSES)):
         to_decide.append(f"{command.size}={ours[command.size]}: {unit}of one GPU. Multiply it by yours.")
 
 
-def _tell_trl(
-    command: Command, theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_decide: list[str]
-) -> None:
+def _tell_trl(command: Command, theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]) -> None:
     if command != REWARD_MODEL:  # whose whole model is trained
         choose_modules(ours, to_decide)
     if command != SFT:

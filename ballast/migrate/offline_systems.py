@@ -103,7 +103,8 @@ def _derive_nemo_rl(command: Command, theirs: Recipe, ours: Settings, to_decide:
         if key.startswith(("sft.", "dpo.", "rm."))
     }
     if records := above_0(values.get("val_batches")) * above_0(values.get("val_global_batch_size")):
-        ours["validation.records"] = records
+        names = f"val_batches {values['val_batches']} x val_global_batch_size"
+        ours.compute("validation.records", records, f"{names} {values['val_global_batch_size']}")
     if above_0(values.get("max_num_steps")) and above_0(values.get("max_num_epochs")):
         to_decide.append(
             f"run.steps={values['max_num_steps']}: fewer there, if {values['max_num_epochs']} epochs are."
@@ -178,13 +179,13 @@ def _derive_prime_rl(command: Command, theirs: Recipe, ours: Settings, to_decide
     sharing = ranks_of_a_model(ours)
     nodes = above_0(theirs.get("deployment.num_train_nodes"))
     gpus = nodes * (above_0(theirs.get("deployment.gpus_per_node")) or 8)
-    ours["policy.data_parallel"] = max(
-        1, (gpus or above_0(theirs.get("deployment.num_train_gpus")) or 1) // sharing
-    )
+    gpus = gpus or above_0(theirs.get("deployment.num_train_gpus")) or 1
+    ours.compute("policy.data_parallel", max(1, gpus // sharing), f"{gpus} GPUs / {sharing} of one model")
     length = above_0(theirs.get("data.seq_len"))
     rows = above_0(theirs.get("data.micro_batch_size"))
     if length and rows:
-        ours["policy.max_tokens_per_micro_batch"] = -(-length * rows // sharing)
+        formula = f"seq_len {length} x micro_batch_size {rows} / {sharing} of one model"
+        ours.compute("policy.max_tokens_per_micro_batch", -(-length * rows // sharing), formula)
     to_decide.append(
         f"{command.size}={ours.get(command.size)}: packed rows of {length} tokens there, each of several "
         "records. Raise it to the number of records."
@@ -214,7 +215,10 @@ def _derive_roll(command: Command, theirs: Recipe, ours: Settings, to_decide: li
         decay_all(ours)
     sequences = count(theirs, roll.SIZE, 8, to_decide) * count(theirs, roll.ACCUMULATION, 1, to_decide)
     ranks = above_0(ours.get("policy.data_parallel"))
-    ours[command.size] = sequences * (ranks or 1)
+    size = theirs.get(roll.SIZE, 8)
+    accumulated = theirs.get(roll.ACCUMULATION, 1)
+    formula = f"{roll.SIZE} {size} x {roll.ACCUMULATION} {accumulated} x {ranks or 1} ranks"
+    ours.compute(command.size, sequences * (ranks or 1), formula)
     if not ranks:
         to_decide.append(f"{command.size}={ours[command.size]}: of one rank. Multiply it by yours.")
     train, *others = paths_of(theirs.get(roll.FILES))
@@ -254,8 +258,8 @@ def _key_of_skyrl(key: str) -> str:
 
 def _derive_skyrl(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
     nodes = count(theirs, skyrl.NODES, 1, to_decide)
-    gpus = nodes * count(theirs, skyrl.GPUS_OF_A_NODE, 4, to_decide)
-    set_data_parallel(ours, gpus, theirs.get("trainer.policy.fsdp_config.fsdp_size"))
+    of_a_node = count(theirs, skyrl.GPUS_OF_A_NODE, 4, to_decide)
+    set_data_parallel(ours, nodes, of_a_node, theirs.get("trainer.policy.fsdp_config.fsdp_size"))
     if theirs.get("trainer.strategy", "megatron") != "megatron":
         decay_all(ours)
     for part, key in (("train", "data.train"), ("eval", "data.validation")):
@@ -288,17 +292,19 @@ def _prepare_slime(recipe: Recipe) -> dict[str, Any]:
 
 def _derive_slime(command: Command, theirs: Recipe, ours: Settings, to_decide: list[str]) -> None:
     nodes = count(theirs, "actor-num-nodes", 1, to_decide)
-    set_data_parallel(ours, nodes * count(theirs, "actor-num-gpus-per-node", 8, to_decide))
+    set_data_parallel(ours, nodes, count(theirs, "actor-num-gpus-per-node", 8, to_decide))
     of_a_rollout = above_0(theirs.get("rollout-batch-size"))
     updates = above_0(theirs.get("num-steps-per-rollout")) or 1
     size = above_0(theirs.get("global-batch-size")) or of_a_rollout // updates
     if size:
         ours[command.size] = size
         if rollouts := above_0(theirs.get("num-rollout")):
-            ours["run.steps"] = max(1, rollouts * of_a_rollout // size)
+            formula = f"num-rollout {rollouts} x rollout-batch-size {of_a_rollout} / {size} of a step"
+            ours.compute("run.steps", max(1, rollouts * of_a_rollout // size), formula)
     if least := number(theirs, "min-lr", 0.0):
         share = least / ours.get("policy.optimizer.learning_rate", 1e-6)
-        ours["policy.optimizer.final_learning_rate_ratio"] = round(share, 9)
+        formula = f"min-lr {least} / {least / share:g}, the learning rate"
+        ours.compute("policy.optimizer.final_learning_rate_ratio", round(share, 9), formula)
     if theirs.get("train-backend") == "fsdp":
         decay_all(ours)
     images = theirs.get("multimodal-keys")

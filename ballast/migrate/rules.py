@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pyarrow
 import pyarrow.parquet
 
 Recipe = Mapping[str, Any]
-Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
 # Flags of `ray job submit`, in whose command a recipe stands.
 JOB_FLAGS = (
@@ -22,6 +21,19 @@ TOOLS = "tools.py"
 ENVIRONMENT = "environment.py:Environment"
 PLACES_OF_EPISODES = (TOOLS, ENVIRONMENT)
 """Placeholders: turns have no effect without one of them."""
+
+
+class Settings(dict[str, Any]):
+    """formulas: how a setting was computed from their keys, with their values."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(values or {})
+        self.formulas: dict[str, str] = {}
+
+    def compute(self, key: str, value: Any, formula: str) -> Any:
+        self[key] = value
+        self.formulas[key] = formula
+        return value
 
 
 def above_0(value: Any) -> int:
@@ -70,7 +82,10 @@ def add_mini_batches(
         )
         return
     step = math.prod(of_a_step)
-    mini_batches = settings["batch.mini_batches"] = max(1, round(step / size))
+    names = [key for key in (prompts_key, samples_key) if key]
+    factors = " x ".join(f"{key} {recipe[key]}" for key in names)
+    mini_batches = max(1, round(step / size))
+    settings.compute("batch.mini_batches", mini_batches, f"{factors} / {size_key} {size}")
     if step % size:
         to_decide.append(
             f"batch.mini_batches={mini_batches}: a step of {step} is not a multiple of {size_key}={size}."
@@ -90,15 +105,21 @@ def ranks_of_a_model(settings: Settings) -> int:
 def steps_to_updates(settings: Settings, *keys: str) -> None:
     """Multiply counts of steps, where a schedule of ours counts optimiser steps."""
     for key in keys:
-        if isinstance(settings.get(key), int):
-            settings[key] *= updates_of_a_step(settings)
+        steps = settings.get(key)
+        updates = updates_of_a_step(settings)
+        if isinstance(steps, int) and updates > 1:
+            formula = f"{steps} steps there x {updates} optimiser steps of a step"
+            settings.compute(key, steps * updates, formula)
 
 
 def updates_to_steps(settings: Settings, *keys: str) -> None:
     """Divide counts of optimiser steps, where ours counts steps."""
     for key in keys:
-        if above_0(settings.get(key)):
-            settings[key] = max(1, settings[key] // updates_of_a_step(settings))
+        count_there = above_0(settings.get(key))
+        updates = updates_of_a_step(settings)
+        if count_there and updates > 1:
+            formula = f"{count_there} optimiser steps there / {updates} of a step"
+            settings.compute(key, max(1, count_there // updates), formula)
 
 
 def ask_for_ratios(settings: Settings, to_decide: list[str]) -> None:
@@ -117,11 +138,18 @@ def function_of(path: str) -> str:
     return f"{module}:{name}" if module and ":" not in path else path
 
 
-def set_data_parallel(settings: Settings, gpus: int, shard: Any = -1) -> None:
+def set_data_parallel(settings: Settings, nodes: int, of_a_node: int, shard: Any = -1) -> None:
     """Divide the GPUs by those that share a model. shard: GPUs of one copy of it (HSDP), or -1."""
-    settings["policy.data_parallel"] = max(1, gpus // ranks_of_a_model(settings))
+    gpus = nodes * of_a_node
+    ranks = ranks_of_a_model(settings)
+    settings.compute(
+        "policy.data_parallel",
+        max(1, gpus // ranks),
+        f"{nodes} nodes x {of_a_node} GPUs / {ranks} of one model",
+    )
     if 0 < above_0(shard) < gpus:
-        settings["policy.parallel.replicate"] = gpus // shard
+        formula = f"{gpus} GPUs / {shard} of one copy"
+        settings.compute("policy.parallel.replicate", gpus // shard, formula)
 
 
 def decay_all(settings: Settings) -> None:
@@ -217,12 +245,14 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
     longest = lengths[0] + (above_0(settings.get("rollout.max_episode_tokens")) or turns * lengths[1])
     of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
     if cap is None:
-        cap = settings["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * of_a_rank)
+        formula = f"the larger of {CAP} and 2 x {of_a_rank}, the longest sequence of a rank"
+        cap = settings.compute("policy.max_tokens_per_micro_batch", max(CAP, 2 * of_a_rank), formula)
         to_decide.append(
             f"policy.max_tokens_per_micro_batch={cap}: replaces sequences per micro-batch. Raise or lower it."
         )
     elif cap < of_a_rank:
-        settings["policy.max_tokens_per_micro_batch"] = of_a_rank
+        formula = f"the longest sequence of a rank, above {cap} there"
+        settings.compute("policy.max_tokens_per_micro_batch", of_a_rank, formula)
         to_decide.append(
             f"policy.max_tokens_per_micro_batch={of_a_rank}: {cap} there, where a longer sequence is alone. "
             "The longest goes into it."

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from ballast.migrate.commands import FIT, SFT, Command, Recognition, recognise_offline
 from ballast.migrate.offline import TABLES, defaults, derive_offline, is_derived, rename_keys
 from ballast.migrate.reading import parse_value
-from ballast.migrate.rules import PLACES_OF_EPISODES
+from ballast.migrate.rules import PLACES_OF_EPISODES, Settings
 from ballast.migrate.systems import derive, keys_of, prepare
 from controller.config import Config, load_as
 from controller.config.aliases import Counterpart, counterparts
@@ -57,7 +57,8 @@ MARKS = {
 class Migration:
     """evidence: the keys or names that tell the system. settings: by key.
 
-    open: for the user to decide. differs: done differently here.
+    open: for the user to decide. differs: done differently here. computed: settings that no key of theirs
+    holds as they are, with the formula.
 
     defaults: settings that keep the other system's default, with the reason. without: keys without a
     counterpart.
@@ -67,7 +68,8 @@ class Migration:
     system: str
     command: Command = FIT
     evidence: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)
+    computed: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
     defaults: dict[str, str] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Migration:
         """Return a file for --config, with the lists as its first comments."""
         lists = {
             "to decide": self.open,
+            "computed from several values, not copied": self.computed,
             f"defaults of {self.system} that differ from the ones here, kept": [
                 f"{key}: {why}" for key, why in self.defaults.items()
             ],
@@ -119,6 +122,7 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
     row_values = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
     named = {key: value for key, value in recipe.items() if key.startswith(("env.", "select."))}
     defaults = {key: migration.settings[key] for key in migration.defaults}
+    copied = dict(migration.settings)
     derive(system, named | row_values, migration.settings, migration.open)
     _follow_derived(migration, defaults)
     if "resources.device" not in migration.settings:
@@ -129,7 +133,23 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
             migration.settings[key] = placeholder
             migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
     _settle(migration)
+    _list_computed(migration, copied, recipe)
     return migration
+
+
+def _list_computed(migration: Migration, copied: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+    """List the settings that are in no key of theirs as they are, with their formulas."""
+    theirs = [text_of(value) for value in recipe.values()]
+    for key, value in migration.settings.items():
+        formula = migration.settings.formulas.get(key)
+        is_copy = copied.get(key) == value or text_of(value) in theirs
+        is_placeholder = any(line.startswith(f"{key}={value}: a placeholder") for line in migration.open)
+        if formula:
+            migration.computed.append(f"{key}={text_of(value)}: {formula}")
+        elif not is_copy and not is_placeholder and key != "resources.device":
+            migration.computed.append(
+                f"{key}={text_of(value)}: no formula, it is what their keys mean together"
+            )
 
 
 def _name_switched_off(recipe: Mapping[str, Any], prepared: Mapping[str, Any], migration: Migration) -> None:
@@ -171,12 +191,14 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     for theirs, value, row, is_given in rows:
         if not is_derived(system, theirs) and command.size not in row.here:
             _apply(migration, row, theirs, value, is_given=is_given)
+    copied = dict(migration.settings)
     derive_offline(system, command, {**missing, **recipe}, migration.settings, migration.open)
     for key in ("model.path", "data.train"):
         if not migration.settings.get(key):
             migration.settings[key] = PLACEHOLDERS[key]
             migration.open.append(f"{key}={PLACEHOLDERS[key]}: a placeholder. Name yours.")
     _settle(migration)
+    _list_computed(migration, copied, {**missing, **recipe})
     return migration
 
 
@@ -211,7 +233,9 @@ def _system(recipe: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _matches(row: Counterpart, key: str) -> bool:
-    return fnmatchcase(key.replace("-", "_"), row.key.replace("-", "_"))
+    pattern = row.key.replace("-", "_")
+    name = key.replace("-", "_")
+    return name == pattern if "*" not in pattern else fnmatchcase(name, pattern)
 
 
 def _rows(

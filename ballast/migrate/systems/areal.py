@@ -146,7 +146,9 @@ def set_ranks(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings["rollout.replicas"] = engines.get("d", 1)
         settings["rollout.tensor_parallel"] = engines.get("t", 1)
         if concurrent := above_0(settings.get("rollout.max_concurrent")):
-            settings["rollout.max_concurrent"] = max(1, concurrent // settings["rollout.replicas"])
+            replicas = settings["rollout.replicas"]
+            formula = f"max_concurrent_rollouts {concurrent} / {replicas} engines"
+            settings.compute("rollout.max_concurrent", max(1, concurrent // replicas), formula)
 
 
 def _of_backend(value: Any) -> dict[str, int]:

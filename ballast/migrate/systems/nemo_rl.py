@@ -84,7 +84,8 @@ def set_optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
         least = number(recipe, f"{MEGATRON}optimizer.min_lr", 0.0)
         if least and settings.get("policy.optimizer.schedule", "constant") != "constant":
             share = least / settings.get("policy.optimizer.learning_rate", 1e-6)
-            settings["policy.optimizer.final_learning_rate_ratio"] = share
+            formula = f"min_lr {least} / {least / share:g}, the learning rate"
+            settings.compute("policy.optimizer.final_learning_rate_ratio", share, formula)
         return
     decay_all(settings)
     parts = recipe.get(SCHEDULER)
@@ -92,9 +93,10 @@ def set_optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
         name = str(part.get("name", "")).rpartition(".")[2]
         arguments = part.get("kwargs") or {}
         if name == "LinearLR" and arguments.get("start_factor", 1 / 3) < arguments.get("end_factor", 1.0):
-            settings["policy.optimizer.warmup_steps"] = arguments.get("total_iters", 5) * updates_of_a_step(
-                settings
-            )
+            steps = arguments.get("total_iters", 5)
+            updates = updates_of_a_step(settings)
+            formula = f"total_iters {steps} of LinearLR x {updates} optimiser steps of a step"
+            settings.compute("policy.optimizer.warmup_steps", steps * updates, formula)
         elif name in SCHEDULES:
             settings["policy.optimizer.schedule"] = SCHEDULES[name]
         elif name:
@@ -134,10 +136,11 @@ def _shaping(recipe: Recipe, settings: Settings) -> None:
     longest = settings.get("rollout.sampling.max_new_tokens", 1024)
     tokens = longest - (above_0(recipe.get(f"{SHAPING}max_response_length")) or longest) + buffer
     if tokens > 0:
-        settings["reward.overlong_tokens"] = tokens
-        settings["reward.overlong_penalty"] = (
-            number(recipe, f"{SHAPING}overlong_buffer_penalty", 1.0) * tokens / buffer
-        )
+        penalty = number(recipe, f"{SHAPING}overlong_buffer_penalty", 1.0)
+        formula = f"overlong_buffer_length {buffer}, max_response_length and max_new_tokens {longest}"
+        settings.compute("reward.overlong_tokens", tokens, formula)
+        formula = f"overlong_buffer_penalty {penalty} x {tokens} / overlong_buffer_length {buffer}"
+        settings.compute("reward.overlong_penalty", penalty * tokens / buffer, formula)
 
 
 def set_ranks(recipe: Recipe, settings: Settings) -> None:
@@ -146,9 +149,12 @@ def set_ranks(recipe: Recipe, settings: Settings) -> None:
     gpus = _product(recipe, GPUS)
     if settings.get("rollout.placement") == "apart":
         of_engines = _product(recipe, GPUS_OF_ENGINES)
-        settings["rollout.replicas"] = max(1, of_engines // settings.get("rollout.tensor_parallel", 1))
+        ranks = settings.get("rollout.tensor_parallel", 1)
+        formula = f"{of_engines} GPUs of engines / {ranks} of one engine"
+        settings.compute("rollout.replicas", max(1, of_engines // ranks), formula)
         gpus -= of_engines
-    settings["policy.data_parallel"] = max(1, gpus // ranks_of_a_model(settings))
+    ranks = ranks_of_a_model(settings)
+    settings.compute("policy.data_parallel", max(1, gpus // ranks), f"{gpus} GPUs / {ranks} of one model")
 
 
 def _product(recipe: Recipe, keys: tuple[str, ...]) -> int:

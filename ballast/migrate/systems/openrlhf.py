@@ -135,7 +135,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if above_0(recipe.get("ds.ring_attn_size")) > 1:
         settings["policy.parallel.context_parallel_method"] = "ring"
     nodes = count(recipe, "actor.num_nodes", 1, to_decide)
-    set_data_parallel(settings, nodes * count(recipe, "actor.num_gpus_per_node", 8, to_decide))
+    set_data_parallel(settings, nodes, count(recipe, "actor.num_gpus_per_node", 8, to_decide))
     if recipe.get("train.async_enable"):
         settings["rollout.placement"] = "apart"
         settings["rollout.max_staleness"] = recipe.get("train.async_queue_size", 1)
@@ -171,9 +171,12 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     settings["data.overlong_prompts"] = "truncate"
     response = above_0(settings.get("rollout.sampling.max_new_tokens"))
     if not response:
-        response = settings["rollout.sampling.max_new_tokens"] = length - min(1024, length // 2)
+        response = length - min(1024, length // 2)
+        formula = f"data.max_len {length} - {length - response} for the prompt"
+        settings.compute("rollout.sampling.max_new_tokens", response, formula)
         to_decide.append(f"rollout.sampling.max_new_tokens={response}: the rest of {length} there.")
-    settings["data.max_prompt_tokens"] = max(1, length - response)
+    formula = f"data.max_len {length} - rollout.max_new_tokens {response}"
+    settings.compute("data.max_prompt_tokens", max(1, length - response), formula)
 
 
 def _algorithm(recipe: Recipe, settings: Settings) -> None:

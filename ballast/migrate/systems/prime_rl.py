@@ -123,7 +123,8 @@ def _prompts_of_samples(recipe: Recipe, settings: Settings, to_decide: list[str]
                 f"batch.prompts_per_step: {size_key}={size} samples needs {samples_key}. Divide it."
             )
             continue
-        settings["batch.prompts_per_step"] = max(1, size // samples)
+        formula = f"{size_key} {size} / {samples_key} {samples}"
+        settings.compute("batch.prompts_per_step", max(1, size // samples), formula)
         if size % samples:
             to_decide.append(
                 f"batch.prompts_per_step: {size_key}={size} is not a multiple of {samples_key}={samples}."
@@ -136,10 +137,13 @@ def _add_lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> No
     of_prompt = settings.get("data.max_prompt_tokens", 1024)
     response = above_0(settings.get("rollout.sampling.max_new_tokens"))
     if not response:
-        response = settings["rollout.sampling.max_new_tokens"] = max(length - of_prompt, 1024)
+        formula = f"seq_len {length} - data.max_prompt_tokens {of_prompt}, at least 1024"
+        response = settings.compute("rollout.sampling.max_new_tokens", max(length - of_prompt, 1024), formula)
         to_decide.append(f"rollout.sampling.max_new_tokens={response}: without a limit there. Set yours.")
     if length and settings.get("rollout.environment"):
-        of_episode = settings["rollout.max_episode_tokens"] = max(length - of_prompt, response)
+        of_episode = max(length - of_prompt, response)
+        formula = f"seq_len {length} - data.max_prompt_tokens {of_prompt}, at least a response of {response}"
+        settings.compute("rollout.max_episode_tokens", of_episode, formula)
         to_decide.append(
             f"rollout.max_episode_tokens={of_episode}: a sequence has {length} tokens there, and prompts "
             f"have {of_prompt} here. Set data.max_prompt_tokens too."
@@ -157,7 +161,8 @@ def _add_gpus(recipe: Recipe, settings: Settings) -> None:
     ):
         nodes = above_0(recipe.get(f"deployment.num_{part}_nodes")) * factor * of_a_node
         if gpus := nodes or above_0(recipe.get(f"deployment.num_{part}_gpus")):
-            settings[key] = max(1, gpus // (above_0(of_one) or 1))
+            ranks = above_0(of_one) or 1
+            settings.compute(key, max(1, gpus // ranks), f"{gpus} GPUs of {part} / {ranks} of one copy")
 
 
 def add_schedule(recipe: Recipe, settings: Settings) -> None:
@@ -171,8 +176,11 @@ def add_schedule(recipe: Recipe, settings: Settings) -> None:
         return
     settings["policy.optimizer.schedule"] = "cosine" if kind == "cosine" else "wsd"
     if kind == "linear" and above_0(settings.get("run.steps")):
-        settings["policy.optimizer.decay_ratio"] = round(decay / settings["run.steps"], 6)
+        steps = settings["run.steps"]
+        formula = f"decay_steps {decay} / max_steps {steps}"
+        settings.compute("policy.optimizer.decay_ratio", round(decay / steps, 6), formula)
     lowest = recipe.get(f"{SCHEDULER}.min_lr")
     if lowest and isinstance(lowest, int | float):
         peak = settings.get("policy.optimizer.learning_rate", 1e-6)
-        settings["policy.optimizer.final_learning_rate_ratio"] = round(lowest / peak, 9)
+        formula = f"min_lr {lowest} / lr {peak}"
+        settings.compute("policy.optimizer.final_learning_rate_ratio", round(lowest / peak, 9), formula)

@@ -95,7 +95,8 @@ def _agentic(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         return
     settings["rollout.samples_per_prompt"] = group
     if trajectories := above_0(recipe.get("rollout_batch_size")):
-        settings["batch.prompts_per_step"] = max(1, trajectories // group)
+        formula = f"rollout_batch_size {trajectories} / {GROUP} {group}"
+        settings.compute("batch.prompts_per_step", max(1, trajectories // group), formula)
     of_a_turn = above_0(recipe.get("max_tokens_per_step"))
     if of_a_turn:
         longest = settings.get("rollout.sampling.max_new_tokens", of_a_turn)
@@ -144,21 +145,26 @@ def _loss(recipe: Recipe, settings: Settings) -> None:
         settings["algorithm.loss.clip_low"] = number(recipe, "pg_clip_low", 0.2)
         settings["algorithm.loss.clip_high"] = number(recipe, "pg_clip_high", 0.2)
     if is_on(recipe, "dual_clip_loss"):
-        settings["algorithm.loss.dual_clip"] = 1 + 2 * number(recipe, "pg_clip", 0.2)
+        clip = number(recipe, "pg_clip", 0.2)
+        settings.compute("algorithm.loss.dual_clip", 1 + 2 * clip, f"1 + 2 x pg_clip {clip}")
 
 
 def set_ranks(recipe: Recipe, settings: Settings) -> None:
     ratio = recipe.get("async_generation_ratio")
     if isinstance(ratio, int | float) and math.isfinite(ratio):
-        settings["rollout.max_staleness"] = math.ceil(ratio)
+        formula = f"async_generation_ratio {ratio}, rounded up"
+        settings.compute("rollout.max_staleness", math.ceil(ratio), formula)
     sharing = ranks_of_a_model(settings)
     trainers = _gpus(recipe.get(f"{TRAIN}device_mapping"))
     if len(trainers) >= sharing:
-        settings["policy.data_parallel"] = len(trainers) // sharing
+        formula = f"{len(trainers)} GPUs of {TRAIN}device_mapping / {sharing} of one model"
+        settings.compute("policy.data_parallel", len(trainers) // sharing, formula)
     engines = _gpus(recipe.get(ENGINES))
     if engines and (settings.get("rollout.max_staleness") or not engines & trainers):
         settings["rollout.placement"] = "apart"
-        settings["rollout.replicas"] = max(1, len(engines) // settings.get("rollout.tensor_parallel", 1))
+        ranks = settings.get("rollout.tensor_parallel", 1)
+        formula = f"{len(engines)} GPUs of {ENGINES} / {ranks} of one engine"
+        settings.compute("rollout.replicas", max(1, len(engines) // ranks), formula)
 
 
 def _gpus(mapping: Any) -> set[int]:
@@ -175,7 +181,10 @@ def _mini_batches(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
     samples = prompts * above_0(settings.get("rollout.samples_per_prompt"))
     ranks = settings.get("policy.data_parallel")
     if of_a_rank and samples and ranks:
-        settings["batch.mini_batches"] = max(1, round(samples / ranks / of_a_rank))
+        accumulated = recipe.get(ACCUMULATION, 1)
+        formula = f"{samples} samples of a step / ({SIZE} {recipe[SIZE]} x {ACCUMULATION} {accumulated}"
+        formula += f" x {ranks} ranks)"
+        settings.compute("batch.mini_batches", max(1, round(samples / ranks / of_a_rank)), formula)
         return
     to_decide.append(
         f"batch.mini_batches: rollout_batch_size x num_return_sequences_in_group / ({SIZE}="

@@ -70,8 +70,9 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     ask_for_critics_size(
         recipe.get(SIZES[0]), recipe.get("trainer.critic_mini_batch_size"), settings, to_decide
     )
-    gpus = count(recipe, NODES, 1, to_decide) * count(recipe, GPUS_OF_A_NODE, 1, to_decide)
-    set_data_parallel(settings, gpus, recipe.get(SHARD))
+    nodes = count(recipe, NODES, 1, to_decide)
+    of_a_node = count(recipe, GPUS_OF_A_NODE, 1, to_decide)
+    set_data_parallel(settings, nodes, of_a_node, recipe.get(SHARD))
     if recipe.get("trainer.strategy") != "megatron":
         decay_all(settings)
     _algorithm(recipe, settings)

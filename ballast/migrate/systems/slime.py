@@ -55,10 +55,12 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
     nodes = count(recipe, "actor-num-nodes", 1, to_decide)
-    set_data_parallel(settings, nodes * count(recipe, "actor-num-gpus-per-node", 8, to_decide))
+    set_data_parallel(settings, nodes, count(recipe, "actor-num-gpus-per-node", 8, to_decide))
     gpus_of_engines = above_0(recipe.get("rollout-num-gpus"))
     if settings.get("rollout.placement") == "apart" and gpus_of_engines:
-        settings["rollout.replicas"] = max(1, gpus_of_engines // settings.get("rollout.tensor_parallel", 1))
+        ranks = settings.get("rollout.tensor_parallel", 1)
+        formula = f"rollout-num-gpus {gpus_of_engines} / {ranks} of one engine"
+        settings.compute("rollout.replicas", max(1, gpus_of_engines // ranks), formula)
     _lengths(recipe, settings, to_decide)
     _optimisers(recipe, settings)
     _algorithm(recipe, settings, to_decide)
@@ -81,8 +83,9 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if "rollout-max-prompt-len" in recipe:
         return
     if context := above_0(recipe.get("rollout-max-context-len")):
-        prompt = max(1, context - above_0(settings.get("rollout.sampling.max_new_tokens")))
-        settings["data.max_prompt_tokens"] = prompt
+        response = above_0(settings.get("rollout.sampling.max_new_tokens"))
+        formula = f"rollout-max-context-len {context} - {response} of a response"
+        prompt = settings.compute("data.max_prompt_tokens", max(1, context - response), formula)
         to_decide.append(
             f"data.max_prompt_tokens={prompt}: a whole response fits behind it. There it is {context - 1}."
         )
@@ -93,7 +96,10 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 def _optimisers(recipe: Recipe, settings: Settings) -> None:
     rate = settings.get("policy.optimizer.learning_rate", 1e-6)
     if isinstance(recipe.get("min-lr"), int | float):
-        settings["policy.optimizer.final_learning_rate_ratio"] = recipe["min-lr"] / rate
+        least = recipe["min-lr"]
+        settings.compute(
+            "policy.optimizer.final_learning_rate_ratio", least / rate, f"min-lr {least} / {rate}"
+        )
     if settings.get("algorithm.advantage") == "gae":
         for key, value in list(settings.items()):
             if key.startswith("policy.optimizer."):

@@ -81,23 +81,31 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     _add_sizes(recipe, settings, to_decide)
     if recipe.get("max_steps", -1) != -1:
         updates = count(recipe, "max_steps", 100, to_decide)
-        settings["run.steps"] = max(1, updates // updates_of_a_step(settings))
+        of_a_step = updates_of_a_step(settings)
+        formula = f"max_steps {updates} / {of_a_step} optimiser steps of a step"
+        settings.compute("run.steps", max(1, updates // of_a_step), formula)
     if episodes := above_0(recipe.get("total_episodes")):
-        settings["run.steps"] = max(1, episodes // settings["batch.prompts_per_step"])
+        prompts = settings["batch.prompts_per_step"]
+        formula = f"total_episodes {episodes} / {prompts} prompts of a step"
+        settings.compute("run.steps", max(1, episodes // prompts), formula)
     of_processes = "total_episodes" in recipe or "generation_batch_size" in recipe
     if of_processes and "run.steps" in settings and not above_0(recipe.get(PROCESSES)):
         to_decide.append(f"run.steps={settings['run.steps']}: of one GPU, like a step. Change both.")
     ask_for_steps(recipe.get("num_train_epochs", 3), settings, to_decide)
     updates_to_steps(settings, "run.checkpoint_every", "validation.every")
     if settings.get("algorithm.loss.aggregation") == "sequence_mean_token_sum_norm":
-        settings["algorithm.loss.constant_length"] = settings.get("rollout.sampling.max_new_tokens", 512)
+        length = settings.get("rollout.sampling.max_new_tokens", 512)
+        settings.compute("algorithm.loss.constant_length", length, f"max_completion_length {length}")
     if "data.max_prompt_tokens" not in settings:
         to_decide.append(
             "data.max_prompt_tokens: without a limit there, and longer prompts are dropped here. Set yours."
         )
     if "rollout.max_turns" in settings:  # the first turn, and one after each round of calls
-        settings["rollout.max_turns"] += 1
-        settings["rollout.max_episode_tokens"] = settings.get("rollout.sampling.max_new_tokens", 512)
+        rounds = settings["rollout.max_turns"]
+        length = settings.get("rollout.sampling.max_new_tokens", 512)
+        settings.compute("rollout.max_turns", rounds + 1, f"max_tool_calling_iterations {rounds} + 1")
+        formula = f"max_completion_length {length}, of all turns there"
+        settings.compute("rollout.max_episode_tokens", length, formula)
     if recipe.get("trainer") == "PPOTrainer":  # one optimiser has both models
         of_policy = {key: value for key, value in settings.items() if key.startswith("policy.optimizer.")}
         settings.update({key.replace("policy", "critic", 1): value for key, value in of_policy.items()})
@@ -115,16 +123,32 @@ def _add_sizes(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     processes = above_0(recipe.get(PROCESSES)) or 1
     of_all = of_a_device * count(recipe, "steps_per_generation", accumulated, to_decide) * processes
     completions = count(recipe, "generation_batch_size", of_all, to_decide)
-    prompts = settings["batch.prompts_per_step"] = max(1, completions // group)
-    mini_batches = max(1, completions // (of_a_device * accumulated * processes))
+    update = of_a_device * accumulated * processes
+    size = f"per_device_train_batch_size {of_a_device} x gradient_accumulation_steps {accumulated}"
+    size += f" x {processes} processes"
+    source = _name_generation(recipe, completions, size)
+    prompts = max(1, completions // group)
+    settings.compute("batch.prompts_per_step", prompts, f"{source} / num_generations {group}")
+    mini_batches = max(1, completions // update)
     if recipe.get("trainer") != "PPOTrainer":
-        settings["batch.mini_batches"] = mini_batches
+        settings.compute("batch.mini_batches", mini_batches, f"{completions} completions / ({size})")
     if above_0(recipe.get(PROCESSES)):
         return
     if "generation_batch_size" in recipe:
         to_decide.append(f"batch.mini_batches={mini_batches}: of one GPU. Divide it by yours.")
     else:
         to_decide.append(f"batch.prompts_per_step={prompts}: of one GPU. Multiply it by yours.")
+
+
+def _name_generation(recipe: Recipe, completions: int, size: str) -> str:
+    if "generation_batch_size" in recipe:
+        return f"generation_batch_size {completions}"
+    if "steps_per_generation" in recipe:
+        device = recipe.get("per_device_train_batch_size", 8)
+        processes = above_0(recipe.get(PROCESSES)) or 1
+        steps = recipe["steps_per_generation"]
+        return f"per_device_train_batch_size {device} x steps_per_generation {steps} x {processes} processes"
+    return size
 
 
 def name_data(recipe: Recipe, settings: Settings) -> None:

@@ -4,8 +4,10 @@ reward_funcs=[f, g], reward_weights=[1.0, 0.5]
     --add_rewards--> reward.functions: {train.py:f: 1.0, train.py:g: 0.5}
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
+
+from ballast.migrate.rules import Settings
 
 FUNCTIONS = "reward_funcs"
 WEIGHTS = "reward_weights"
@@ -18,7 +20,7 @@ CLOSEST = {
 """TRL's own functions that have a counterpart."""
 
 
-def add_rewards(theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_decide: list[str]) -> None:
+def add_rewards(theirs: Mapping[str, Any], ours: Settings, to_decide: list[str]) -> None:
     """Set the functions or the model that score, and say what to change in them."""
     if FUNCTIONS not in theirs:
         return

@@ -77,7 +77,8 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     prompts = count(recipe, "data.train_batch_size", 1024, to_decide)
     mini = count(recipe, f"{ACTOR}ppo_mini_batch_size", 256, to_decide)
     settings["batch.prompts_per_step"] = prompts
-    settings["batch.mini_batches"] = max(1, round(prompts / mini))
+    formula = f"data.train_batch_size {prompts} / ppo_mini_batch_size {mini}"
+    settings.compute("batch.mini_batches", max(1, round(prompts / mini)), formula)
     if prompts % mini:
         to_decide.append(
             f"batch.mini_batches={settings['batch.mini_batches']}: {prompts} prompts are not a multiple of "
@@ -119,7 +120,7 @@ def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 def _gpus(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     nodes = count(recipe, "trainer.nnodes", 1, to_decide)
     of_a_node = count(recipe, "trainer.n_gpus_per_node", 8, to_decide)
-    set_data_parallel(settings, nodes * of_a_node, recipe.get(f"{ACTOR}fsdp_config.fsdp_size"))
+    set_data_parallel(settings, nodes, of_a_node, recipe.get(f"{ACTOR}fsdp_config.fsdp_size"))
     settings["rollout.replicas"], settings["rollout.placement"] = 0, "colocated"
 
 
@@ -159,8 +160,11 @@ def _rejection(bounds: Any, settings: Settings, to_decide: list[str]) -> None:
         return
     low, _, high = str(bounds).rpartition("_")
     try:
-        settings[f"{section}.rejection_low"] = 1 / float(high)
-        settings[f"{section}.rejection_high"] = 1 / float(low) if low else float(high)
+        settings.compute(f"{section}.rejection_low", 1 / float(high), f"1 / {high} of {REJECTION}")
+        upper = 1 / float(low) if low else float(high)
+        settings.compute(
+            f"{section}.rejection_high", upper, f"{'1 / ' * bool(low)}{low or high} of {REJECTION}"
+        )
     except (ValueError, ZeroDivisionError):
         to_decide.append(f"{section}.rejection_low: {REJECTION}={bounds} is not LOW_HIGH. Set the bounds.")
 
@@ -170,6 +174,8 @@ def _turns(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if recipe.get(f"{TURNS}enable") is not True:
         return
     name_episodes("rollout.tools", TOOLS, settings, to_decide)
-    settings["rollout.max_episode_tokens"] = settings.get("rollout.sampling.max_new_tokens", 512)
+    length = settings.get("rollout.sampling.max_new_tokens", 512)
+    formula = f"data.max_response_length {length}, of all turns there"
+    settings.compute("rollout.max_episode_tokens", length, formula)
     if "rollout.max_turns" not in settings:
         to_decide.append("rollout.max_turns: there a response's length alone limits them. Set your limit.")
