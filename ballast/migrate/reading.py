@@ -40,6 +40,9 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 LORA = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "bias": "lora_bias",
+    "task_type": "lora_task_type",
 }
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
 OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub, or files

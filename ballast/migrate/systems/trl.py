@@ -166,6 +166,13 @@ def name_data(recipe: Recipe, settings: Settings) -> None:
 
 def choose_modules(settings: Settings, to_decide: list[str]) -> None:
     """peft has a list for every model, which names two projections for most."""
+    modules = str(settings.get("model.lora.target_modules", ""))
+    if not re.fullmatch(r"[\w.,-]*", modules):
+        del settings["model.lora.target_modules"]
+        to_decide.append(
+            f"model.lora.target_modules: {modules} there, an expression. Set the modules' names."
+        )
+        return
     if settings.get("model.lora.rank") == 0:
         to_decide.append("model.lora.rank=0: lora_r is without use_peft there. Set a rank to train adapters.")
     if settings.get("model.lora.rank") and "model.lora.target_modules" not in settings:

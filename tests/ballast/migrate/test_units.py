@@ -341,3 +341,31 @@ def test_keys_that_another_key_switches_off_are_named() -> None:
     recipe = {"rollout_batch_size": 8, "actor_train.training_args.learning_rate": 1e-6, "kl_loss_coef": 0.3}
     assert any("kl_loss_coef" in line and "switch" in line for line in migrate(recipe).without)
     assert not any("switch" in line for line in migrate(recipe | {"use_kl_loss": True}).without)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("r=64, lora_alpha=16, use_rslora=True, target_modules='all-linear'", {"rslora": True, "alpha": 16}),
+        ("r=64, target_modules=['q_proj'], bias='none', use_dora=False", {"rank": 64, "alpha": 8}),
+        ("r=4, target_modules=r'model\\.layers\\.\\d+\\.q_proj'", {"rank": 4}),
+        ("r=4, target_modules=['q_proj'], modules_to_save=['lm_head'], use_dora=True", {"rank": 4}),
+    ],
+)
+def test_adapters_of_python_keep_their_scale_and_name_what_is_left_out(
+    arguments: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"SFTTrainer('m', args=SFTConfig(), peft_config=LoraConfig({arguments}))\n")
+    migration = migrate(read_recipe([str(script)]))
+    assert {name: migration.settings[f"model.lora.{name}"] for name in wanted} == wanted
+    text = " ".join([*migration.open, *migration.without])
+    left_out = [name for name in ("modules_to_save=[", "use_dora=True", "layers") if name in arguments]
+    assert all(name.removesuffix("True") in text for name in left_out), text
+    assert not migration.unknown
+
+
+def test_an_adapter_to_begin_with_has_a_setting() -> None:
+    key = "actor_rollout_ref.model.lora_adapter_path"
+    migration = migrate({"actor_rollout_ref.model.lora_rank": 8, key: "a", "data.train_batch_size": 8})
+    assert migration.settings["model.lora.path"] == "a"
