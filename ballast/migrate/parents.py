@@ -28,10 +28,14 @@ PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.M)
 
 @dataclass(frozen=True)
 class Folders:
-    """roots: folders in which Hydra looks for a name. choices: of `override`, by group. notes: for the user."""
+    """roots: folders in which Hydra looks for a name. choices: of `override`, by group.
+
+    bases: the system's own files among the parents, merged. notes: for the user.
+    """
 
     roots: Sequence[Path]
     choices: dict[str, Any] = field(default_factory=dict)
+    bases: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -43,14 +47,27 @@ class Place:
     package: str = ""
 
 
-def compose(path: Path, notes: list[str]) -> Any:
-    """Return the file merged over its parents. Raises ConfigError where one is missing."""
+@dataclass(frozen=True)
+class Composition:
+    """content: the file merged over its parents. bases: parents with the system's own defaults. notes: for
+    the user.
+    """
+
+    content: Any
+    bases: Sequence[Any] = ()
+    notes: Sequence[str] = ()
+
+
+def compose(path: Path) -> Composition:
+    """Merge the file over its parents. Raises ConfigError where one is missing."""
     content = _load(path)
     if not isinstance(content, DictConfig):
-        return content
+        return Composition(content)
     search = OmegaConf.select(content, "hydra.searchpath", default=[])
-    roots = [path.parent, *_search_folders(path, search)]
-    return _merge(path, Place(), Folders(roots, notes=notes), MOST_PARENTS)
+    folders = Folders([path.parent, *_search_folders(path, search)])
+    merged = _merge(path, Place(), folders, MOST_PARENTS)
+    bases = [merged] if path.stem in BASES else folders.bases
+    return Composition(merged, bases, folders.notes)
 
 
 def _load(path: Path) -> Any:
@@ -169,7 +186,10 @@ def _parents_of_entry(path: Path, name: Any, place: Place, folders: Folders, dep
         if parent is None:
             raise _missing(path, f"{group}{'/' * bool(group)}{stem}", folders.roots)
         section = _section(parent, group, package, place.package)
-        yield _merge(parent, replace(place, group=folder, package=section), folders, depth - 1)
+        layer = _merge(parent, replace(place, group=folder, package=section), folders, depth - 1)
+        if stem in BASES:
+            folders.bases.append(layer)
+        yield layer
 
 
 def _files(roots: Sequence[Path], folder: str, stem: str) -> Iterator[Path]:

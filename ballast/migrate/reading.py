@@ -11,7 +11,7 @@ import operator
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,13 +56,20 @@ class Recipe(dict[str, Any]):
     """Keys and values.
 
     program: the names of programs, modules and classes that stand beside them. notes: lines for the user
-    about what reading could not decide.
+    about what reading could not decide. defaults: keys whose values are the system's own defaults.
     """
 
-    def __init__(self, values: Mapping[str, Any], program: str = "", notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        program: str = "",
+        notes: Sequence[str] = (),
+        defaults: Iterable[str] = (),
+    ) -> None:
         super().__init__(values)
         self.program = program
         self.notes = list(notes)
+        self.defaults = frozenset(defaults)
 
 
 def read_recipe(source: Sequence[str]) -> Recipe:
@@ -89,9 +96,7 @@ def _of_file(path: Path) -> Recipe:
         if path.suffix == ".toml":
             return Recipe(dict(leaves(tomllib.loads(text))))
         if path.suffix in (".yaml", ".yml", ".json"):
-            notes: list[str] = []
-            values = _of_yaml(path, notes)
-            return Recipe(values, " ".join(PROGRAM_IN_COMMENT.findall(text)), notes)
+            return _of_yaml(path, " ".join(PROGRAM_IN_COMMENT.findall(text)))
         return _of_script(text)
     except (
         OSError,
@@ -106,15 +111,17 @@ def _of_file(path: Path) -> Recipe:
         raise ConfigError(f"{path} cannot be read: {reason}.") from None
 
 
-def _of_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
+def _of_yaml(path: Path, program: str) -> Recipe:
     """Return resolved values. One that only its own program can resolve stays as it is written."""
     for name, compute in ARITHMETIC.items():
         OmegaConf.register_resolver(name, compute, replace=True)
-    content = compose(path, notes)
+    composition = compose(path)
+    content = composition.content
     written = OmegaConf.to_container(content)
     if not isinstance(written, Mapping):
-        return {}
+        return Recipe({})
     values = dict(leaves(written))
+    defaults = [key for base in composition.bases for key in _equal_keys(base, values)]
     for key, value in values.items():
         if "${" in str(value):
             try:
@@ -123,7 +130,12 @@ def _of_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
                 values[key] = OmegaConf.to_container(resolved, resolve=True) if is_section else resolved
             except OmegaConfBaseException:
                 continue
-    return values
+    return Recipe(values, program, composition.notes, defaults)
+
+
+def _equal_keys(base: Any, values: Mapping[str, Any]) -> list[str]:
+    base_values = cast(dict[str, Any], OmegaConf.to_container(base))
+    return [key for key, value in leaves(base_values) if key in values and values[key] == value]
 
 
 def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:

@@ -62,7 +62,7 @@ class Migration:
 
     defaults: settings that keep the other system's default, with the reason. without: keys without a
     counterpart.
-    unknown: keys in no row.
+    unknown: keys in no row. inherited: keys whose values are the system's own defaults, from a parent.
     """
 
     system: str
@@ -75,6 +75,7 @@ class Migration:
     defaults: dict[str, str] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    inherited: frozenset[str] = frozenset()
 
     @property
     def yaml(self) -> str:
@@ -112,6 +113,7 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
         return _migrate_offline(recipe, offline)
     system, evidence = _system(recipe)
     migration = Migration(system, evidence=evidence)
+    migration.inherited = getattr(recipe, "defaults", frozenset())
     migration.open += getattr(recipe, "notes", ())
     prepared = prepare(system, recipe, migration.open)
     _name_switched_off(recipe, prepared, migration)
@@ -133,6 +135,11 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
             migration.settings[key] = placeholder
             migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
     _settle(migration)
+    if migration.inherited:
+        migration.without.append(
+            f"{len(migration.inherited)} keys of a parent, {system}'s own defaults: only those with another "
+            "value here are listed, above"
+        )
     _list_computed(migration, copied, recipe)
     return migration
 
@@ -177,8 +184,9 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     system = recognition.system
     command = recognition.command
     notes = getattr(recipe, "notes", ())
+    inherited = getattr(recipe, "defaults", frozenset())
     recipe = rename_keys(system, recipe)
-    migration = Migration(system, command, recognition.evidence)
+    migration = Migration(system, command, recognition.evidence, inherited=inherited)
     migration.open += notes
     tables = (TABLES[system], system)
     of_system = [row for name in tables for row in counterparts() if row.system == name]
@@ -248,9 +256,10 @@ def _rows(
     entries = []
     for theirs, value in recipe.items():
         row = next((row for row in of_system if _matches(row, theirs)), None)
+        is_inherited = theirs in migration.inherited
         if row:
-            entries.append((theirs, value, row, True))
-        else:
+            entries.append((theirs, value, row, not is_inherited))
+        elif not is_inherited:
             migration.unknown.append(f"{theirs}={text_of(value)}")
     named = {row.key for _, _, row, _ in entries}
     entries += [

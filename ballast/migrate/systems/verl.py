@@ -29,6 +29,7 @@ OF_ADAPTIVE = (f"{KL}target_kl", f"{KL}horizon")
 TURNS = "actor_rollout_ref.rollout.multi_turn."
 TOOLS_OF = (f"{TURNS}tool_config_path", "data.tool_config_path")
 AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+OF_IMAGES = frozenset({"data.image_key", "data.video_key", f"{ACTOR}freeze_vision_tower"})
 REJECTION = "algorithm.rollout_correction.rollout_rs_threshold"
 KEYS = (
     "data.train_files",
@@ -65,6 +66,8 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """
     is_fixed = recipe.get(f"{KL}type") != "adaptive"
     counting = {key: value for key, value in recipe.items() if not is_fixed or key not in OF_ADAPTIVE}
+    for key in OF_IMAGES & getattr(recipe, "defaults", frozenset()):  # read there where a record has images
+        del counting[key]
     if f"{LORA_OF_MEGATRON}rank" in recipe:
         counting.setdefault(f"{LORA_OF_MEGATRON}alpha", 32)
     if any(recipe.get(key) for key in TOOLS_OF) or recipe.get(AGENT_LOOP) == "tool_agent":

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ballast.migrate.reading import read_recipe
+from ballast.migrate.translation import migrate
 from workers.errors import ConfigError
 
 GROUPS = {
@@ -82,6 +83,23 @@ def test_the_table_stands_for_verls_own_parent(tmp_path: Path) -> None:
     recipe = read_recipe([str(tmp_path / "recipe.yaml")])
     assert recipe == {"data.train_batch_size": 8}
     assert "ppo_trainer" in recipe.notes[0]
+
+
+def test_values_of_verls_own_parent_are_defaults(tmp_path: Path) -> None:
+    own = (
+        "data: {train_batch_size: 1024, image_key: images, return_raw_chat: true}\n"
+        "actor_rollout_ref: {actor: {ppo_mini_batch_size: 256, grad_clip: 1.0, clip_ratio_c: 3.0, "
+        "freeze_vision_tower: false}}\n"
+    )
+    changed = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {grad_clip: 0.5}}\n"
+    _write(tmp_path, {"ppo_trainer.yaml": own, "recipe.yaml": changed})
+    migration = migrate(read_recipe([str(tmp_path / "recipe.yaml")]))
+    assert migration.settings["policy.optimizer.max_grad_norm"] == 0.5
+    assert migration.settings["batch.mini_batches"] == 4
+    assert "algorithm.loss.dual_clip" in migration.defaults
+    assert not {"data.image_key", "model.train_vision"} & migration.settings.keys()
+    assert not migration.unknown
+    assert migration.without[-1].startswith("6 keys of a parent")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
