@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ballast.migrate.launchers import flags_in_texts
+from ballast.migrate.named_files import find_named_file
 from ballast.migrate.parents import compose
 from ballast.migrate.shell import ShellScript
 from controller.config.file import leaves
@@ -77,7 +78,7 @@ def read_recipe(source: Sequence[str]) -> Recipe:
     if len(source) == 1 and not re.search(r"[=\s]", source[0]):
         recipe = _of_file(Path(source[0]))
     else:
-        recipe = _of_script(source[0] if len(source) == 1 else shlex.join(source))
+        recipe = _of_script(source[0] if len(source) == 1 else shlex.join(source), Path.cwd())
     if not recipe:
         fix = "Give a file, or a command with key=value"
         if source[0].endswith(".py"):
@@ -97,7 +98,7 @@ def _of_file(path: Path) -> Recipe:
             return Recipe(dict(leaves(tomllib.loads(text))))
         if path.suffix in (".yaml", ".yml", ".json"):
             return _of_yaml(path, " ".join(PROGRAM_IN_COMMENT.findall(text)))
-        return _of_script(text)
+        return _of_script(text, path.parent)
     except (
         OSError,
         ValueError,
@@ -239,7 +240,7 @@ def _of_python_file(tree: ast.Module, path: Path) -> Recipe:
     text = flags_in_texts(tree)
     if not text:
         return Recipe({})
-    recipe = _of_script(text)
+    recipe = _of_script(text, path.parent)
     recipe.notes.append(
         f"flags in texts of {path.name}: conditions of Python were not followed, the last value counts."
     )
@@ -267,8 +268,8 @@ def _called(node: ast.AST) -> str:
     return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
 
 
-def _of_script(text: str) -> Recipe:
-    """Return the key.sub=value words, or else `--key value` and `--flag`."""
+def _of_script(text: str, folder: Path) -> Recipe:
+    """Return the key.sub=value words, or else `--key value` and `--flag`, over the file that they name."""
     script = ShellScript(text)
     try:
         words = list(script.words())
@@ -276,7 +277,19 @@ def _of_script(text: str) -> Recipe:
         raise ConfigError(f"the command cannot be read: {error}.") from None
     overrides = dict(_overrides(words))
     names = (word for word in words if word != "\n" and "=" not in word and not FLAG.fullmatch(word))
-    return Recipe(overrides or _flags(words), " ".join(names), script.notes)
+    recipe = Recipe(overrides or _flags(words), " ".join(names), script.notes)
+    file = find_named_file(words, folder, recipe.notes)
+    return _over_file(recipe, file) if file else recipe
+
+
+def _over_file(recipe: Recipe, path: Path) -> Recipe:
+    """Put the words of a command over the values of a file, whose names have no hyphens."""
+    base = _of_file(path)
+    words = {key.replace("-", "_") if "." not in key else key: value for key, value in recipe.items()}
+    for name in ("config", "config_path", "config_name"):
+        words.pop(name, None)
+    program = f"{recipe.program} {base.program}".strip()
+    return Recipe({**base, **words}, program, [*recipe.notes, *base.notes], base.defaults - words.keys())
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -85,6 +85,41 @@ def test_the_table_stands_for_verls_own_parent(tmp_path: Path) -> None:
     assert "ppo_trainer" in recipe.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("python train.py --config configs/base.yaml grpo.steps=7", {"grpo.steps": 7, "grpo.size": 8}),
+        ("python -m pack.age.main --config-path=inner --config-name=deep a.lr=2", {"a.lr": 2, "a.epochs": 3}),
+        ("python -m pack.age.main --config-name=usual a.lr=2", {"a.lr": 2, "a.epochs": 4}),
+        ("python start.py --config_path $FOLDER --config_name near", {"grpo.steps": 5}),
+        ("python start.py --config_path configs --config_name base", {"grpo.steps": 3, "grpo.size": 8}),
+        ("uv run rl @ rl.toml --max-steps 9", {"max_steps": 9, "seq_len": 64}),
+        ("python train.py --config $SOME/base.yaml grpo.steps=7", {"grpo.steps": 7, "grpo.size": None}),
+    ],
+)
+def test_words_of_a_command_are_put_over_the_file_that_it_names(
+    command: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    files = {
+        "configs/base.yaml": "grpo: {steps: 3, size: 8}\n",
+        "pack/age/inner/deep.yaml": "a: {lr: 1, epochs: 3}\n",
+        "pack/age/config/usual.yaml": "a: {epochs: 4}\n",
+        "scripts/near.yaml": "grpo: {steps: 5}\n",
+        "rl.toml": "max_steps = 3\nseq_len = 64\n",
+        "scripts/run.sh": f"{command}\n",
+    }
+    _write(tmp_path, files)
+    recipe = read_recipe([str(tmp_path / "scripts" / "run.sh")])
+    assert {key: recipe.get(key) for key in wanted} == wanted
+    assert not any(key.startswith("config") for key in recipe) or "$" in command
+
+
+def test_a_missing_file_of_a_command_is_refused_by_name(tmp_path: Path) -> None:
+    _write(tmp_path, {"run.sh": "python train.py --config configs/none.yaml grpo.steps=7\n"})
+    with pytest.raises(ConfigError, match="none"):
+        read_recipe([str(tmp_path / "run.sh")])
+
+
 def test_values_of_verls_own_parent_are_defaults(tmp_path: Path) -> None:
     own = (
         "data: {train_batch_size: 1024, image_key: images, return_raw_chat: true}\n"
