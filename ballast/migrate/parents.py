@@ -114,7 +114,7 @@ def _merge(path: Path, place: Place, folders: Folders, depth: int) -> Any:
 
 
 def _names_of_parents(content: DictConfig) -> list[Any] | None:
-    """Return the entries of `defaults`. None: it is no list of parents."""
+    """Return the entries of `defaults`. None: `defaults` means something else."""
     names = OmegaConf.to_container(content).get("defaults")  # type: ignore[union-attr]
     if isinstance(names, str):
         return [names]

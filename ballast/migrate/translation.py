@@ -184,7 +184,7 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     system = recognition.system
     command = recognition.command
     notes = getattr(recipe, "notes", ())
-    inherited = getattr(recipe, "defaults", frozenset())
+    inherited: frozenset[str] = getattr(recipe, "defaults", frozenset())
     recipe = rename_keys(system, recipe)
     migration = Migration(system, command, recognition.evidence, inherited=inherited)
     migration.open += notes
