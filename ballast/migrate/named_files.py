@@ -41,8 +41,8 @@ def find_named_file(words: Sequence[str], folder: Path, notes: list[str]) -> Pat
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
         raise ConfigError(
-            f"--config={location}: no such file from {folder} or a folder above it. Its keys would be missing. "
-            "Put it there, or take the flag off to translate the other words alone."
+            f"--config={location}: no such file from {folder} or a folder above it. Its keys would be "
+            "missing. Put it there, or take the flag off to translate the other words alone."
         )
     return file
 
@@ -60,7 +60,7 @@ def _values_of_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def _folders_of_program(words: Sequence[str]) -> list[Path]:
-    """Return the folders of `-m package.module` and `package/program.py`, to which Hydra's paths are relative."""
+    """Return the folders of `-m package.module` and `package/program.py`. Hydra's paths begin there."""
     programs = [word for word in words if word.endswith(".py")]
     modules = [following for word, following in pairwise(words) if word == "-m"]
     paths = [*map(Path, programs), *(Path(module.replace(".", "/")) for module in modules)]

@@ -3,7 +3,8 @@
 grpo.yaml, defaults: parent.yaml --compose--> one configuration (NeMo-RL)
 ppo.yaml, defaults: [actor@policy.actor: fsdp, _self_] --compose--> one configuration (Hydra)
 
-Hydra itself is not used: its releases demand an older OmegaConf than ours, and it needs the program's packages.
+Hydra itself is not used: its releases demand an older OmegaConf than ours, and it needs the program's
+packages.
 """
 
 import re

@@ -3,8 +3,8 @@
     a step's metrics --> Tracker.log of each: Ray (Prometheus) | TensorBoard | Weights & Biases | MLflow |
     some samples --> Tracker.table of all but Ray's                      SwanLab, Trackio (local_trackers.py)
 
-No failure of a service stops a run (`GuardedTracker`). Keys and addresses come from the services' environment variables
-(WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
+No failure of a service stops a run (`GuardedTracker`). Keys and addresses come from the services' environment
+variables (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
 """
 
 import os

@@ -205,8 +205,8 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
     gpu_count = sum_reserved(config, "GPU")
     if has_amd_gpus() and not config.gpus and not dry_run:
         raise ConfigError(
-            "resources.device=cuda: this machine has AMD GPUs, and ROCm is not supported. Use NVIDIA GPUs, or "
-            "set cpu."
+            "resources.device=cuda: this machine has AMD GPUs, and ROCm is not supported. Use NVIDIA GPUs, "
+            "or set cpu."
         )
     if gpu_count > config.gpus and not (dry_run and config.gpus == 0):
         settings = (

@@ -61,8 +61,8 @@ def check_engine_adapters(config: Config) -> None:
         )
     if config.model.base_dtype in ROUNDED:
         raise ConfigError(
-            f"model.base_dtype={config.model.base_dtype}: with {several}, engines keep the base model as it is "
-            "on disk, not the rounded one that is trained. Set bfloat16, or one policy and "
+            f"model.base_dtype={config.model.base_dtype}: with {several}, engines keep the base model of its "
+            "files, not the rounded one that is trained. Set bfloat16, or one policy and "
             "model.lora.sync=merged."
         )
     if config.rollout_placement == "colocated":

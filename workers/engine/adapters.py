@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NAME = "policy"
 """vLLM's name for the adapters of the only policy."""
 OTHER_NAMES = {"shared_expert_gate": "expert_gate"}
-"""vLLM's second name for a module, by which it is called. Without it, its adapter is loaded and not computed."""
+"""vLLM's second name for a module, by which it is called. Without it, its adapter is loaded, not computed."""
 NOT_ADAPTED = {"embed_tokens", "lm_head"}
 EXPERTS = "experts"
 """vLLM's name for the experts of a layer."""
@@ -44,8 +44,8 @@ def _modules_beside_experts(model: ModelConfig) -> dict[str, Any]:
     """Return an argument with the modules of a mixture of experts that are adapted. By default vLLM keeps
     room for adapters of every expert, and computes them with another kernel.
 
-    `all-linear` is every matrix in the files, some of which get no adapter. The trainer's code would tell them
-    apart, but imports Numba, which vLLM's start on a CPU stumbles over.
+    `all-linear` is every matrix in the files, some of which get no adapter. The trainer's code would tell
+    them apart, but imports Numba, which vLLM's start on a CPU stumbles over.
     """
     shapes = weight_shapes(_folder(model.path))
     matrices = {name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}

@@ -70,7 +70,7 @@ class ContainerSandbox(ShellSandbox):
         return CommandResult(result.output + errors, result.exit_code, result.cut)
 
     def end_commands(self) -> None:
-        # A command inside could not tell the container's own process from the others, nor trust the image's shell.
+        # A command inside could not tell the container's own process from others, or trust its shell.
         if self._state:
             raise SandboxError(f"the sandbox is not running: {self._state}")
         self._client("restart", "--time=0", self._name)

@@ -84,7 +84,7 @@ class HostedSandbox(ShellSandbox):
             raise SandboxError(f"the sandbox ended: {error}") from None
 
     def end_commands(self) -> None:
-        """Do nothing: no service starts a machine anew with its files, or tells commands from its own daemon."""
+        """Do nothing: no service restarts a machine with its files, or tells commands from its daemon."""
 
     def stop(self) -> None:
         if self._state:

@@ -88,8 +88,8 @@ def _tasks_by_name(recipe: Mapping[str, Any]) -> list[str]:
     lines = []
     if recipe.get("environment.env_class") == "openenv":
         lines.append(
-            "rollout.environment=openenv:URL: name the environment's server, and data.train=openenv:URL?file=... "
-            "(docs/openenv.md)."
+            "rollout.environment=openenv:URL: name the environment's server, and "
+            "data.train=openenv:URL?file=... (docs/openenv.md)."
         )
     if any(key.startswith("harbor_trial_config.") for key in recipe):
         lines.append(

@@ -113,7 +113,8 @@ def add_expert_adapters(model: nn.Module, config: LoraConfig) -> None:
             adapter = ExpertAdapter(weight, config, transposed=bool(experts.is_transposed))
             experts.add_module(weight_name + SUFFIX, adapter)
         if names:
-            experts.forward = partial(_compute_as_merged, experts, experts.forward)  # type: ignore[method-assign]
+            compute = partial(_compute_as_merged, experts, experts.forward)
+            experts.forward = compute  # type: ignore[method-assign]
 
 
 def _compute_as_merged(
