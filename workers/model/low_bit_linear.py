@@ -51,8 +51,8 @@ class LowBitLinear(nn.Linear):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _LinearOfCodes.apply(x, self.codes, self.scales, self.pairs, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        result: Tensor = _LinearOfCodes.apply(input, self.codes, self.scales, self.pairs, self.bias)
         return result
 
     @property

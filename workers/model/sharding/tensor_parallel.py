@@ -144,7 +144,9 @@ def _adapted_styles(name: str, module: nn.Module) -> dict[str, ParallelStyle]:
             "lora_A.default": SequenceParallel(),
             "lora_B.default": ColwiseParallel(input_layouts=Shard(1)),
         }
-    rowwise = RowwiseCodes if isinstance(module.base_layer, LowBitLinear) else RowwiseParallel
+    rowwise = (
+        RowwiseCodes if isinstance(module.get_submodule("base_layer"), LowBitLinear) else RowwiseParallel
+    )
     return {
         "base_layer": rowwise(output_layouts=Shard(1)),
         "lora_A.default": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
