@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from controller.rollout import async_buffer as async_buffer
 from controller.rollout.async_buffer import AsyncRolloutBuffer
@@ -38,8 +39,8 @@ class ObjectStore:
         row = {"input_ids": np.arange(8, dtype=np.int32), "loss_mask": np.repeat([False, True], 4)}
         self.blocks: dict[str, DataProto] = {"block": DataProto.from_rows([row] * 8)}
 
-    def get(self, ref: str) -> DataProto:
-        return self.blocks[ref]
+    def get(self, refs: str | list[str]) -> DataProto | list[DataProto]:
+        return self.blocks[refs] if isinstance(refs, str) else [self.blocks[ref] for ref in refs]
 
     def put(self, block: DataProto) -> str:
         self.blocks[f"put {len(self.blocks)}"] = block
@@ -148,6 +149,7 @@ def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(local_
 def store(monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     found = ObjectStore()
     monkeypatch.setattr(async_buffer, "ray", found)
+    monkeypatch.setattr(ray, "get", found.get)
     return found
 
 
