@@ -142,6 +142,6 @@ def test_the_page_says_hours_cost_and_what_would_help(
 def test_settings_of_cpus_are_left_out_on_gpus(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", "config.yaml", "--dry-run", "resources.device=auto", "rollout.threads=1"]
     assert main([*arguments, "--no-measure", "--cluster", "nodes=1,gpus=2,gpu=H100"]) == 0
-    assert "rollout.threads=1: left out" in capsys.readouterr().out
+    assert "rollout.threads=1: left out" in capsys.readouterr().err
     assert main([*arguments, "--cluster", "nodes=2,cpus=4"]) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "left out" not in capsys.readouterr().err

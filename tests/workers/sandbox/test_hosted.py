@@ -209,4 +209,4 @@ def test_what_is_missing_is_named_before_the_run(kind: str, monkeypatch: pytest.
 
 def test_tasks_with_images_refuse_templates() -> None:
     with pytest.raises(ConfigError, match="e2b:base: tasks name images"):
-        check_tasks("harbor:tasks", "e2b:base")
+        check_tasks("harbor:tasks", "e2b:base", 600.0)
