@@ -27,6 +27,15 @@ SERVER = forkserver.ForkServer()
 SERVER.set_forkserver_preload(IMPORTED)
 
 
+def connect(descriptors: list[int]) -> tuple[int, int]:
+    try:
+        return SERVER.connect_to_new_process(descriptors)
+    except ChildProcessError:  # a test ended the server, and reaped it
+        SERVER._forkserver_alive_fd = None
+        SERVER._forkserver_pid = None
+        return SERVER.connect_to_new_process(descriptors)
+
+
 class ForkedProcess:
     """What `UserProcess` uses of `subprocess.Popen`."""
 
@@ -35,7 +44,7 @@ class ForkedProcess:
         errors, error = os.pipe()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONHASHSEED", env["PYTHONHASHSEED"])
-            self._status, request = SERVER.connect_to_new_process([*pass_fds, output, error])
+            self._status, request = connect([*pass_fds, output, error])
         os.close(output)
         os.close(error)
         self.stdout = os.fdopen(outputs, "rb")
