@@ -36,6 +36,7 @@ from workers.batch.remote_batch import RemoteBatch
 from workers.engine.requests import sample_seed
 from workers.errors import DataError, NonFiniteError, RolloutError
 from workers.model.engine import TrainingEngine
+from workers.model.optimizer.optimizer import optimizer_state
 
 Run = Callable[..., StandInRun]
 
@@ -149,6 +150,36 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
         assert files_beside(folder / name) == files_beside(Path("model"))
         assert ModelCard.load(folder / name / "README.md").data.library_name == "transformers"
     assert (folder / "adapters-1" / weights).read_bytes() == (folder / "adapters" / weights).read_bytes()
+
+
+LORA_RUN = ("model.lora.rank=2", "policy.optimizer.learning_rate=1e-7")
+"""The adapters stay near zero, so that the weights of two runs differ by rounding alone."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [
+        (("policy.optimizer.state_dtype=bfloat16",), {torch.bfloat16}),
+        (("policy.optimizer.state_dtype=int8",), {torch.int8, torch.uint8, torch.float32}),
+        ((*LORA_RUN, "model.base_dtype=int8"), {torch.int8}),
+        ((*LORA_RUN, "model.base_dtype=nf4", "policy.optimizer.state_dtype=bfloat16"), {torch.uint8}),
+    ],
+    ids=["bfloat16 states", "int8 states", "int8 base", "nf4 base and bfloat16 states"],
+)
+def test_a_run_trains_with_states_and_base_weights_of_few_bytes(
+    run: Run, settings: tuple[str, ...], stored: set[torch.dtype]
+) -> None:
+    finished = run("policy.optimizer.learning_rate=1e-2", *settings)
+    engine = engine_of(finished)
+    assert all(step["policy/grad_norm"] > 0 for step in finished.outcome.steps)
+    states = [part for state in optimizer_state(engine.optimizer).values() for part in state.values()]
+    codes = {weight.dtype for name, weight in engine.module.named_parameters() if name.endswith(".codes")}
+    assert (codes or {part.dtype for part in states if part.ndim}) == stored
+    if codes:
+        name = "model.layers.0.mlp.down_proj.weight"
+        rounded = weights_of(finished)[name]  # the next run has the engine's place
+        plain = weights_of(run(*LORA_RUN, "run.name=plain"))[name]
+        assert 1e-3 < (rounded - plain).norm() / plain.norm() < 0.15
 
 
 def log_probs_by(module: torch.nn.Module, sequences: DataProto) -> torch.Tensor:

@@ -91,8 +91,9 @@ def all_orders(model: str, settings: dict[str, object]) -> list[dict[str, Traine
         (2, {"context_parallel": 2}),
         (2, {"pipeline_parallel": 2}),
         (1, {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-2)}),
+        (1, {"optimizer": OptimizerConfig(learning_rate=1e-2, state_dtype="int8"), "dtype": "float32"}),
     ],
-    ids=["1 rank", "state in host memory", "2 ranks", "cp 2", "pp 2", "muon"],
+    ids=["1 rank", "state in host memory", "2 ranks", "cp 2", "pp 2", "muon", "int8 states"],
 )
 def test_policies_trained_in_turns_equal_each_trained_alone_to_the_bit(
     model: str, ranks: RankPool, count: int, settings: dict[str, object]
