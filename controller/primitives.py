@@ -15,9 +15,9 @@ import numpy as np
 from balancing import Plan
 from controller.planning.planner import with_loss_counts
 from controller.rollout.samples import RolloutBatch
-from controller.rollout.update_record import UpdateRecord
+from controller.update_passes import ForwardBackward
 from workers.batch.dataproto import DataProto, object_column
-from workers.batch.metrics import Metric, Metrics, merge, results
+from workers.batch.metrics import Metric, Metrics, merge
 from workers.batch.remote_batch import RemoteBatch, places
 from workers.engine.prefix_hashes import prefix_hashes
 from workers.errors import DataError
@@ -28,38 +28,31 @@ if TYPE_CHECKING:
 
 
 def learn(
-    group: "WorkerGroup", batch: RemoteBatch, plan: Plan, loss: Any, record: UpdateRecord | None = None
+    group: "WorkerGroup",
+    batch: RemoteBatch,
+    plan: Plan,
+    loss: Any,
+    forward_backward: ForwardBackward | None = None,
 ) -> Metrics:
     """Take one optimiser step on each mini-batch of the plan. loss: settings, see
-    `TrainedWorker.loss_function`. record: filled, if it is there.
+    `TrainedWorker.loss_function`.
 
     The metric `loss` is the mean over mini-batches.
     """
+    forward_backward = forward_backward or ForwardBackward()
     last = len(plan.mini_batches) - 1
     passes = []
     steps = []
     # Ranks run these in order, without waiting for the driver.
     for number, mini_batch in enumerate(plan.mini_batches):
-        if record is None:
-            part = replace(plan, mini_batches=(mini_batch,))
-            passes.append(group.forward_backward.remote(batch, part, loss))
-        else:
-            # Joined tokens are those of a whole batch. Its rows stand in the order of the plan.
-            rows = np.arange(len(mini_batch.rows))
-            part = replace(plan, mini_batches=(replace(mini_batch, rows=rows),))
-            mini_batch_rows = batch.select(mini_batch.rows)
-            passes.append(group.forward_backward_log_probs.remote(mini_batch_rows, part, loss))
+        passes.append(forward_backward.start(group, batch, plan, mini_batch, loss))
         steps.append(group.optimizer_step.remote(last=number == last))
     metrics_of_passes = []
     metrics_of_steps = []
     for number, mini_batch in enumerate(plan.mini_batches):
         result = passes[number].result()
-        metrics: Metrics = result if record is None else result.metrics
         step_metrics: Metrics = steps[number].result()
-        if record is not None:
-            record.log_probs[mini_batch.rows] = result.tokens["log_probs"]
-            record.metrics.append(results(metrics | step_metrics))
-            record.loss_tokens.append(mini_batch.loss_tokens)
+        metrics = forward_backward.metrics(mini_batch, result, step_metrics)
         mean_loss = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
         metrics_of_passes.append(metrics | {"loss": mean_loss})
         metrics_of_steps.append(step_metrics)

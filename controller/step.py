@@ -29,6 +29,7 @@ from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
 from controller.rollout.samples import assign_teachers, newly_sampled, sample_numbers, trainable_rows
 from controller.rollout.update_record import UpdateRecord
+from controller.update_passes import RecordedForwardBackward
 from workers.batch.metrics import Metric, Metrics, add_prefix, merge, results
 from workers.batch.remote_batch import RemoteBatch
 from workers.config.roles import LossConfig, ValueLossConfig
@@ -337,7 +338,8 @@ def _update(
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
             part = with_loss_counts(batch, epoch.mini_batches).with_meta(epoch=number)
-            updated = learn_mini_batches(group, part, plan, loss, None if number else record)
+            recorded = None if number or record is None else RecordedForwardBackward(record)
+            updated = learn_mini_batches(group, part, plan, loss, recorded)
             # Sum over ranks and micro-batches, mean over mini-batches and epochs.
             parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
     return merge(parts)
