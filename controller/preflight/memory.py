@@ -26,7 +26,7 @@ from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.role_table import RoleSpec
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
-from workers.config.model import ATTENTION_KEPT, LIGHTER
+from workers.config.model import ATTENTION_KEPT, LIGHTER, ROUNDED
 from workers.config.roles import LossConfig
 from workers.errors import ConfigError
 
@@ -38,6 +38,8 @@ LAYERS = (3, 4)
 TIMEOUT_S = 600
 ASLEEP_GIB, ASLEEP_EAGER_GIB = 1.0, 0.25
 """Of a sleeping engine on each GPU, with CUDA graphs and without: estimates, see docs/placement.md."""
+HAVE_MOMENTS = ("adamw", "muon")
+"""Optimisers with `state_dtype`."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 Parts = dict[str, float]
@@ -397,17 +399,31 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
-        spec = _spec(config, largest)
-        key = f"{spec.settings_section}.cpu_offload"
-        possible = (
-            value_of(config, f"{spec.settings_section}.optimizer").offloads if spec.learns else ("true",)
-        )
-        options = (
-            possible[possible.index(now) + 1 :] if (now := value_of(config, key)) in possible else possible
-        )
-        return "raise policy.data_parallel" + (f", or set {key}={options[0]}" if options else "")
+        changes = _smaller_states(config, largest)
+        return "raise policy.data_parallel" + (f", or set {' or '.join(changes)}" if changes else "")
     role, _, call = name.partition(".")
     cap = config.limits[f"{role.partition(' ')[0]}.{call}"].cap
     if name.endswith("update") and config.model.gradient_checkpointing == "none":
         return f"set model.gradient_checkpointing=auto or lower {cap}"
     return f"lower {cap} or model.logprob_chunk_tokens, or share a model over more GPUs (policy.parallel)"
+
+
+def _smaller_states(config: Config, measured: str) -> list[str]:
+    """List the settings with which a measured model keeps less on its GPU."""
+    spec = _spec(config, measured)
+    key = f"{spec.settings_section}.cpu_offload"
+    offload = value_of(config, key)
+    if not spec.learns:
+        return [] if offload else [f"{key}=true"]
+    optimizer = value_of(config, f"{spec.settings_section}.optimizer")
+    stronger = optimizer.offloads
+    if offload in stronger:
+        stronger = stronger[stronger.index(offload) + 1 :]
+    changes = [f"{key}={stronger[0]}"] if stronger else []
+    model = config.model
+    if measured == "policy" and model.lora.rank:
+        if model.base_dtype not in ROUNDED and not model.lora.sends_adapters:
+            changes.append("model.base_dtype=nf4")
+    elif offload == "none" and optimizer.name in HAVE_MOMENTS and optimizer.state_dtype != "int8":
+        changes.append(f"{spec.settings_section}.optimizer.state_dtype=int8")
+    return changes

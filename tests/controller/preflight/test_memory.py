@@ -30,6 +30,7 @@ from controller.preflight.page import Page
 from tests.controller.config_workspace import write_model
 from tests.examples.test_launch import LAUNCH
 from tests.refusals import refused
+from workers.errors import ConfigError
 from workers.model.memory.memory_trace import full_micro_batches
 
 CONFIGURATIONS = [
@@ -143,6 +144,33 @@ def test_what_does_not_fit_says_what_to_change() -> None:
     refuse("rollout.gpu_memory_utilization=0.1", eight_gpus("rollout.gpu_memory_utilization=0.1"))
     refuse("generation needs 64.0 GiB", eight_gpus("rollout.gpu_memory_utilization=0.8"))
     refuse("node 0 needs", eight_gpus(), replace(EIGHT, memory_gib=20.0))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        ((), "policy.cpu_offload=optimizer or policy.optimizer.state_dtype=int8"),
+        (
+            ("policy.optimizer.state_dtype=bfloat16",),
+            "policy.cpu_offload=all or policy.optimizer.state_dtype=int8",
+        ),
+        (("policy.optimizer.state_dtype=int8",), "policy.cpu_offload=all"),
+        (("policy.cpu_offload=optimizer",), "policy.cpu_offload=all"),
+        (("policy.optimizer.name=muon",), "policy.optimizer.state_dtype=int8"),
+        (("policy.optimizer.name=sgd",), "policy.cpu_offload=all"),
+        (("model.lora.rank=8", "policy.cpu_offload=all"), "model.base_dtype=nf4"),
+        (("model.lora.rank=8", "policy.cpu_offload=all", "model.base_dtype=nf4"), ""),
+        (("model.lora.rank=8", "policy.cpu_offload=all", "model.lora.sync=adapters"), ""),
+    ],
+)
+def test_settings_with_smaller_states_are_named_unless_they_are_set(
+    overrides: tuple[str, ...], settings: str
+) -> None:
+    memory = Memory({"policy": of_role(states=60, update=75)})
+    with pytest.raises(ConfigError) as refusal:
+        check_memory(eight_gpus(*overrides), memory, {}, EIGHT)
+    advice = str(refusal.value).partition("raise policy.data_parallel")[2]
+    assert advice == (f", or set {settings}." if settings else ".")
 
 
 @pytest.mark.parametrize(
