@@ -159,7 +159,7 @@ class PolicyConfig:
     )
     cpu_offload: str = setting("none", CPU_OFFLOAD, choices=("none", "optimizer", "all"))
     reshard_after_forward: bool = setting(
-        True, "Free gathered parameters after each layer's forward pass (FSDP2)."
+        True, "Free gathered parameters after each layer's forward pass (FSDP2). On one GPU, their casts."
     )
     threads: int = setting(
         0,

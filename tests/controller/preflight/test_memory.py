@@ -355,6 +355,17 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
 
 
 @pytest.mark.slow
+def test_one_gpu_frees_the_casts_of_each_layer(documentation_workspace: Path) -> None:
+    """2 bytes for each parameter of the layers, less those of the layers that are in use."""
+    freed, gathered = (
+        gib_of(small("policy.data_parallel=1", f"policy.reshard_after_forward={reshard}"))
+        for reshard in (True, False)
+    )
+    in_layers = 494_032_768 - 151_936 * 896
+    assert gathered - freed == pytest.approx(2 * in_layers / GIB, rel=0.15)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "at_least"),
     [

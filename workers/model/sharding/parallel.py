@@ -230,7 +230,8 @@ def shard_model(
             reshard_after_forward=reshard_after_forward,  # on one rank, this frees the casts
             shard_placement_fn=partial(_even_placement, ranks=own_mesh.size(-1)),
         )
-    reshard = reshard_after_forward and mesh.size() > 1
+    # On one GPU, this frees the casts of each layer. On one CPU they are copies, and memory is not scarce.
+    reshard = reshard_after_forward and (mesh.size() > 1 or mesh.device_type != "cpu")
     for layer in (*layers, *uncast):
         policy = own_inputs if layer in uncast else mixed_precision
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
