@@ -46,6 +46,10 @@ RUNS_DRAWN = 1
 """Files of whole runs, each a minute or two of both cores."""
 
 gc.disable()  # until all tests are collected: it took a fifth of the time of their imports
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+# Until then, whatever the environment says: to rewrite the asserts of tests takes a quarter of the collection,
+# and each interpreter that a test starts would compile our modules.
+sys.dont_write_bytecode = False
 # At Python's own thresholds, collections took a fourteenth of the time of runs in a process.
 gc.set_threshold(10_000, 20, 10)
 
@@ -110,9 +114,10 @@ def shuffle_items(items: list[pytest.Item], seed: str) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of garbage collections."""
+    """Leave what was imported and collected out of garbage collections, and users' code without bytecode."""
     gc.freeze()
     gc.enable()
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
 
 
 def uses_ray_session(item: pytest.Item) -> bool:
