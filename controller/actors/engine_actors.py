@@ -66,6 +66,7 @@ def engine_maker(
             environment_timeout_s=config.reward.timeout_s,
             front=front,
             needs_reward=not (config.reward.weights or config.uses_reward_model or config.uses_judge),
+            transfer_timeout_s=config.resources.collective_timeout_s,
         )
 
     return make

@@ -14,7 +14,12 @@ from workers.engine.adapters import adapter_arguments
 from workers.engine.engine_options import check_engine_options
 from workers.engine.placement import BACKENDS, needs_frozen_tower
 from workers.engine.requests import LENGTH, STOP, Response
-from workers.engine.weights.weight_transfer import ENGINE_OF_BACKEND, FROZEN_VISION, mark_actor
+from workers.engine.weights.weight_transfer import (
+    ENGINE_OF_BACKEND,
+    FROZEN_VISION,
+    TRANSFER_TIMEOUT,
+    mark_actor,
+)
 from workers.errors import ConfigError, DataError, RolloutError
 
 if TYPE_CHECKING:
@@ -65,11 +70,18 @@ def cpu_environment(config: RolloutConfig) -> dict[str, str]:
 
 
 def engine_arguments(
-    model: ModelConfig, config: RolloutConfig, *, placement: str, max_model_tokens: int, seed: int
+    model: ModelConfig,
+    config: RolloutConfig,
+    *,
+    placement: str,
+    max_model_tokens: int,
+    seed: int,
+    transfer_timeout_s: float = 600.0,
 ) -> "AsyncEngineArgs":
     """Return engine arguments: log-probs are at the engine's temperature, before truncation if vLLM can.
 
-    See `SamplingConfig.log_probs_are_whole`. Raises ConfigError for a refused option in `rollout.engine`.
+    See `SamplingConfig.log_probs_are_whole`. transfer_timeout_s: of a transfer between
+    GPUs. Raises ConfigError for a refused option in `rollout.engine`.
     """
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -100,7 +112,10 @@ def engine_arguments(
                 "shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]
             ]
         ),
-        additional_config={FROZEN_VISION: not model.train_vision and not needs_frozen_tower(placement)},
+        additional_config={
+            FROZEN_VISION: not model.train_vision and not needs_frozen_tower(placement),
+            TRANSFER_TIMEOUT: transfer_timeout_s,
+        },
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **adapter_arguments(model),

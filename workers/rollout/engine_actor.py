@@ -74,12 +74,13 @@ class VllmEngineActor:
         environment_timeout_s: float = 0.0,
         front: Any = None,
         needs_reward: bool = False,
+        transfer_timeout_s: float = 600.0,
     ) -> None:
         """placement: of `workers.engine.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or
         AgentPool.
 
         front: actor of SessionFront, for agents elsewhere. needs_reward: whether an agent must give the
-        reward, because nothing else does.
+        reward, because nothing else does. transfer_timeout_s: after which it leaves a broadcast of weights.
         """
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
@@ -89,6 +90,7 @@ class VllmEngineActor:
         self._placement = placement
         self._max_model_tokens = max_model_tokens
         self._seed = seed
+        self._transfer_timeout_s = transfer_timeout_s
         self._front = front
         self._engine: AsyncLLM | None = None
         self._environments: EnvironmentPool | None = None
@@ -213,6 +215,7 @@ class VllmEngineActor:
             placement=self._placement,
             max_model_tokens=self._max_model_tokens,
             seed=self._seed + self.index,
+            transfer_timeout_s=self._transfer_timeout_s,
         )
         return build_engine(arguments)
 

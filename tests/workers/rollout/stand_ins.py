@@ -6,7 +6,9 @@ policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles]
 
 import asyncio
 import contextlib
+import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.workers.rollout.stream_races import StreamRaces
 from workers import allocator
+from workers.engine.weights.weight_transfer import FROZEN_VISION, TRANSFER_TIMEOUT
 from workers.errors import LostError
 
 TIMEOUT_S = 240.0  # a loaded machine takes minutes to import vLLM
@@ -25,41 +28,61 @@ DEVICE_UUID = "GPU-{rank}"
 
 
 class Communicator:
-    """A broadcast from rank 0 to the others that waits for all of them, as NCCL's does, until it is aborted.
+    """A broadcast from rank 0 to the others, which fails as NCCL's does.
 
-    Sizes must agree, which NCCL demands and does not check. `sent`: bytes of every broadcast.
+    A member waits for all others, also to join, and hangs until its time-out if one is missing. An abort
+    releases the member that aborts, and no other. Sizes must agree, which NCCL demands and does not check.
+    `sent`: bytes of every broadcast. `aborted`: ranks.
     """
 
-    def __init__(self, receivers: int) -> None:
-        self._barrier = threading.Barrier(receivers + 1)
+    def __init__(self, receivers: int, timeout_s: float = TIMEOUT_S) -> None:
+        self._members = receivers + 1
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._entered: Counter[int] = Counter()  # broadcasts, by rank
+        self._copied: Counter[int] = Counter()
         self._tensor: torch.Tensor | None = None
         self.joined: list[int] = []
         self.sent: list[int] = []
-        self.aborted = False
+        self.aborted: set[int] = set()
 
     def end(self, rank: int) -> Any:
         """What a rank holds of it: vLLM's `PyNcclCommunicator`, as far as transfers use it."""
-        self.joined.append(rank)
+        with self._changed:
+            self.joined.append(rank)
+        self._wait(rank, lambda: len(self.joined) == self._members)
 
         def broadcast(tensor: torch.Tensor, src: int, stream: object = None) -> None:
             if rank == src:
                 self._tensor = tensor
                 self.sent.append(tensor.nbytes)
-            try:
-                self._barrier.wait(TIMEOUT_S)
-                if rank != src:
-                    assert self._tensor is not None and self._tensor.shape == tensor.shape
-                    tensor.copy_(self._tensor)
-                self._barrier.wait(TIMEOUT_S)
-            except threading.BrokenBarrierError:
-                if rank != src or not self.aborted:  # vLLM's returns at once when it was aborted on this side
-                    raise
+            if not self._meet(rank, self._entered):
+                return
+            if rank != src:
+                assert self._tensor is not None and self._tensor.shape == tensor.shape
+                tensor.copy_(self._tensor)
+            self._meet(rank, self._copied)
 
         def destroy() -> None:
-            self.aborted = True
-            self._barrier.abort()
+            with self._changed:
+                self.aborted.add(rank)
+                self._changed.notify_all()
 
         return SimpleNamespace(broadcast=broadcast, destroy=destroy)
+
+    def _meet(self, rank: int, counts: Counter[int]) -> bool:
+        """Wait for all members to come as far as this one. Returns False if it was aborted."""
+        with self._changed:
+            counts[rank] += 1
+            count = counts[rank]
+        return self._wait(rank, lambda: min(counts[member] for member in range(self._members)) >= count)
+
+    def _wait(self, rank: int, are_all_here: Callable[[], bool]) -> bool:
+        with self._changed:
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: rank in self.aborted or are_all_here(), self._timeout_s):
+                raise TimeoutError(f"member {rank} waited {self._timeout_s:g} s for a member that is missing")
+            return rank not in self.aborted  # vLLM's returns at once when it was aborted on this side
 
 
 class _OnCpu(TorchFunctionMode):
@@ -167,17 +190,26 @@ class BareReplica:
     """Instead of a rollout worker: vLLM's worker engine of a backend alone, around a model that keeps what it
     loads.
 
-    dies_at: number of the `load_weights` at which its actor is lost. heard: what it was told, in order.
+    dies_at: number of the `load_weights` at which its actor is lost. timeout_s: of a transfer. heard: what it
+    was told, in order. ends: errors with which it left a transfer.
     """
 
-    def __init__(self, backend: str, dies_at: int | None = None) -> None:
+    def __init__(self, backend: str, dies_at: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        from workers.engine.weights.complete_update import TimedNCCLWeightTransferEngine
 
         self.loaded: dict[str, torch.Tensor] = {}
         self.heard: list[Any] = []
+        self.ends: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self._dies_at, self._loads = dies_at, 0
-        engine_class = WeightTransferEngineFactory._registry[backend]()
-        parts = SimpleNamespace(parallel_config=None, model_config=None)
+        engine_class = (
+            TimedNCCLWeightTransferEngine
+            if backend == "nccl"
+            else WeightTransferEngineFactory._registry[backend]()
+        )
+        settings = {TRANSFER_TIMEOUT: timeout_s, FROZEN_VISION: False}
+        parts = SimpleNamespace(parallel_config=None, model_config=None, additional_config=settings)
         self._engine = engine_class(None, parts, torch.device("cpu"), self)
 
     def load_weights(self, weights: Any) -> None:
@@ -194,7 +226,11 @@ class BareReplica:
 
     def receive_update(self, info: dict[str, Any]) -> None:
         self.heard.append(sorted(info.get("ipc_handles", ())))
-        self._engine.update_weights(info)
+        try:
+            self._engine.update_weights(info)
+        except Exception as error:
+            self.ends.put(error)
+            raise
 
     def finish_update(self, version: int) -> None:
         self.heard.append(version)

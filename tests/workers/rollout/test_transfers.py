@@ -5,6 +5,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -382,16 +383,59 @@ def test_several_ranks_send_what_is_in_the_files_to_every_replica(processes, tmp
     assert second == {"heard": [[], []], "loaded": [{}, {}], "joined": []}
 
 
-def send_to_a_dying_replica(path: str, placement: str) -> str:
-    policy, communicator = build_policy(path), Communicator(2)
-    replicas = [BareReplica(BACKENDS[placement], dies_at) for dies_at in (None, 2)]
-    with pytest.raises(LostError) as raised, sending(policy, replicas, placement, communicator) as send:
+def send_to_a_dying_replica(path: str, placement: str) -> dict[str, Any]:
+    """Of two replicas the second dies. Returns what was raised, and what the first does in the next group."""
+    policy = build_policy(path)
+    communicator = Communicator(2, timeout_s=60)
+    backend = BACKENDS[placement]
+    survivor, dying = BareReplica(backend, timeout_s=2), BareReplica(backend, dies_at=2)
+    with (
+        pytest.raises(LostError) as raised,
+        sending(policy, [survivor, dying], placement, communicator) as send,
+    ):
         send(1)
-    assert placement == "colocated" or communicator.aborted
-    return str(raised.value)
+    left = survivor.ends.get(timeout=30) if placement == "apart" else None
+    change_all(policy)
+    with sending(policy, [survivor], placement, Communicator(1)) as send:
+        send(2)
+    current = dict(policy.named_weights(torch.float32))
+    return {
+        "raised": str(raised.value),
+        "left": type(left),
+        "aborted": communicator.aborted,
+        "differences": [
+            name for name, weight in current.items() if not torch.equal(weight, survivor.loaded[name])
+        ],
+        "version": survivor.heard[-1],
+    }
 
 
 @pytest.mark.parametrize("placement", ["apart", "colocated"])
-def test_an_engine_that_dies_in_the_middle_of_a_transfer_ends_it(processes, tmp_path, placement):
+def test_an_engine_that_dies_in_a_transfer_ends_it_and_the_others_join_the_next(
+    processes, tmp_path, placement
+):
     path = save_model(tmp_path / "model", "qwen2")
-    assert processes.run(send_to_a_dying_replica, 1, path, placement) == ["the actor died."]
+    (result,) = processes.run(send_to_a_dying_replica, 1, path, placement)
+    assert result["raised"] == "the actor died."
+    assert result["differences"] == [] and result["version"] == 2
+    if placement == "apart":
+        assert result["left"] is TimeoutError  # nothing but its own abort ends its wait
+        assert result["aborted"] == {0, 1}
+
+
+def test_a_communicator_without_a_member_hangs_until_its_time_out() -> None:
+    with pytest.raises(TimeoutError, match="member 0 waited"):
+        Communicator(1, timeout_s=0.1).end(0)
+
+
+def test_an_abort_releases_the_member_that_aborts_and_no_other() -> None:
+    communicator = Communicator(2, timeout_s=1)
+    with ThreadPoolExecutor(3) as pool:
+        root, receiver, missing = pool.map(communicator.end, range(3))
+        del missing
+        waits = pool.submit(receiver.broadcast, torch.zeros(2), 0)
+        sends = pool.submit(root.broadcast, torch.ones(2), 0)
+        root.destroy()
+        assert sends.result() is None
+        with pytest.raises(TimeoutError, match="member 1 waited"):
+            waits.result()

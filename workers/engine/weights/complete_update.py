@@ -8,6 +8,7 @@ vLLM by itself keeps the old weights of omitted parameters, with a warning in a 
 `ipc`, `nccl` and `shared_memory`, which reads a safetensors file.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
-from workers.engine.weights.weight_transfer import FROZEN_VISION
+from workers.engine.weights.weight_transfer import FROZEN_VISION, TRANSFER_TIMEOUT
 
 OUTPUT_LAYER = "lm_head.weight"
 STACKED_EXPERTS = ".mlp.experts."
@@ -236,7 +237,50 @@ def _refuse(missing: list[str]) -> None:
         raise ValueError(f"the update brought nothing for {missing}, which would keep their old values.")
 
 
-class CompleteNCCLWeightTransferEngine(CompleteUpdate, NCCLWeightTransferEngine):
+class TimedNCCLWeightTransferEngine(NCCLWeightTransferEngine):
+    """vLLM's, which leaves a broadcast after `TRANSFER_TIMEOUT` seconds and can then join the next group.
+
+    NCCL has no time-out here: a receiver would wait forever for a lost member of its group, and nothing but
+    its own abort ends that.
+    """
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.shutdown()  # leaves the group before
+        super().init_transfer_engine(init_info)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Raises TimeoutError if the broadcast did not end in time. The weights are then undefined."""
+        timeout_s = self.vllm_config.additional_config[TRANSFER_TIMEOUT]
+        is_late = threading.Event()
+        timer = threading.Timer(timeout_s, self._leave, [is_late])
+        timer.daemon = True
+        timer.start()
+        try:
+            super().receive_weights(update_info)
+        except Exception as error:
+            if is_late.is_set():  # what an abort left in the buffers was no weight
+                raise _too_late(timeout_s) from error
+            raise
+        finally:
+            timer.cancel()
+        if is_late.is_set():
+            raise _too_late(timeout_s)
+
+    def _leave(self, is_late: threading.Event) -> None:
+        group = self.model_update_group
+        if group is not None:
+            is_late.set()
+            group.destroy()
+
+
+def _too_late(timeout_s: float) -> TimeoutError:
+    return TimeoutError(
+        f"the weights did not arrive within resources.collective_timeout_s={timeout_s:g} s, so a member of "
+        "the transfer group is lost or hangs."
+    )
+
+
+class CompleteNCCLWeightTransferEngine(CompleteUpdate, TimedNCCLWeightTransferEngine):
     """All weights in one call, broadcast by policy rank zero."""
 
 

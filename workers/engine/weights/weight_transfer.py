@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
 FROZEN_VISION = "frozen_vision"  # in vLLM's additional_config: updates bring nothing for the tower
+TRANSFER_TIMEOUT = "transfer_timeout_s"  # there too: seconds after which an engine leaves a broadcast
 
 
 def mark_actor() -> None:
