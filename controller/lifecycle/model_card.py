@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from controller.config import TrainingConfig
 from controller.config.schema import changed_yaml
 from controller.packages import distribution
+from workers.config.model import ROUNDED
 
 MARK = "<!-- written by Ballast -->"  # a card of an earlier stage is rewritten
 PACKAGES = ("torch", "transformers", "ray")
@@ -22,13 +23,19 @@ TEXT = """\
 {mark}
 # {name}
 
-{headline}
+{headline}{base}
 
 Trained with {versions}. These settings differ from their defaults:
 
 ```yaml
 {settings}
 ```
+"""
+
+ROUNDED_BASE = """
+
+Weights below the adapters were rounded to {base_dtype} for training, and this model holds the rounded ones.
+Adapters of the run fit this model, not {source}.\
 """
 
 
@@ -51,7 +58,15 @@ def write_card(config: TrainingConfig, folder: Path) -> None:
         mark=MARK,
         name=config.run.name,
         headline=config.headline,
+        base=_rounded_base(config),
         versions=versions,
         settings=changed_yaml(config).strip(),
     )
     card.write_text(text, encoding="utf-8")
+
+
+def _rounded_base(config: TrainingConfig) -> str:
+    model = config.model
+    if not model.lora.rank or model.base_dtype not in ROUNDED:
+        return ""
+    return ROUNDED_BASE.format(base_dtype=model.base_dtype, source=model.path)

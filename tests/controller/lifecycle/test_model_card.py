@@ -29,6 +29,17 @@ def test_a_card_names_base_model_data_and_settings(schema: type[TrainingConfig],
     assert (changed["run"], changed["data"]) == ({"name": "mine", "seed": 3}, {"train": "data/math.jsonl"})
 
 
+@pytest.mark.parametrize(("base_dtype", "rounded"), [("nf4", True), ("int8", True), ("bfloat16", False)])
+def test_a_card_names_the_base_model_that_adapters_fit(
+    base_dtype: str, rounded: bool, tmp_path: Path
+) -> None:
+    settings = ["model.path=Qwen/Qwen3-0.6B", "run.name=mine", "model.lora.rank=8"]
+    write_card(load_as(Config, None, [*settings, f"model.base_dtype={base_dtype}"]), tmp_path)
+    text = ModelCard.load(tmp_path / "README.md").text
+    assert (f"rounded to {base_dtype}" in text) == rounded
+    assert ("not Qwen/Qwen3-0.6B" in text) == rounded
+
+
 def test_packages_that_are_on_the_path_alone_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
