@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.workers.model.checkpoint.test_checkpoint import saved_at, train
@@ -11,8 +13,16 @@ from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig
+from workers.errors import ConfigError
 from workers.model.engine import TrainingEngine
-from workers.model.low_bit_linear import NF4, LowBitLinear, dequantize, quantize
+from workers.model.low_bit_linear import (
+    NF4,
+    LowBitLinear,
+    block_of,
+    check_width,
+    dequantize,
+    quantize,
+)
 
 ROUNDED = ("int8", "nf4")
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -127,3 +137,27 @@ def test_a_run_resumes_to_the_bit_and_on_two_ranks(
     assert torch.equal(resumed_reference, reference)
     ((on_two, _), _) = ranks.run(continued, 2, model, base_dtype, tmp_path / "two", range(3))
     assert_same(on_two, expected, 1e-4)
+
+
+@given(
+    width=st.integers(1, 640),
+    ranks=st.integers(1, 9),
+    base_dtype=st.sampled_from(ROUNDED),
+)
+@example(width=48, ranks=3, base_dtype="nf4")
+@example(width=192, ranks=2, base_dtype="int8")
+def test_rows_are_refused_unless_each_rank_has_whole_blocks(width: int, ranks: int, base_dtype: str) -> None:
+    """Ranks that share columns of rows that pass read the numbers of the whole weight."""
+    linear = nn.Linear(width, 3, bias=False)
+    try:
+        check_width(linear, "up_proj", base_dtype, ranks)
+    except ConfigError as error:
+        block = block_of(width)
+        setting = "policy.parallel.tensor_parallel=" if block else "model.base_dtype="
+        assert str(error).startswith(setting)
+        assert not block or width // block % ranks
+        return
+    codes, scales = quantize(linear.weight.detach(), base_dtype)
+    parts = zip(codes.chunk(ranks, -1), scales.chunk(ranks, -1), strict=True)
+    shared = torch.cat([dequantize(*part) for part in parts], -1)
+    assert shared.equal(dequantize(codes, scales))
