@@ -111,14 +111,14 @@ def prepare() -> None:
     create_model(CACHE / "random", seed=0)
 
 
-def main() -> int:
-    """Write the data and train the model, unless it is there."""
+def main(*overrides: str) -> int:
+    """Write the data and train the model, unless it is there. overrides: of settings in sft.yaml."""
     model = CACHE / "model"
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
     prepare()
-    return train(Path(__file__).with_name("sft.yaml"), model)
+    return train(Path(__file__).with_name("sft.yaml"), model, *overrides)
 
 
 def train(settings: Path, model: Path, *overrides: str) -> int:
@@ -133,4 +133,4 @@ def train(settings: Path, model: Path, *overrides: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
