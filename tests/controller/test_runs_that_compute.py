@@ -156,6 +156,7 @@ LORA_RUN = ("model.lora.rank=2", "policy.optimizer.learning_rate=1e-7")
 """The adapters stay near zero, so that the weights of two runs differ by rounding alone."""
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("settings", "stored"),
     [
@@ -353,6 +354,7 @@ def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: 
     assert resumed.outcome.steps[-1]["policy/loss"] == straight.outcome.steps[-1]["policy/loss"]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 def test_a_checkpoint_before_the_first_update_changes_no_later_update(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], optimizer: str
@@ -503,6 +505,7 @@ def findings_of_run(finished: StandInRun) -> dict[str, list[Finding]]:
     return findings
 
 
+@pytest.mark.drawn(1, always=["clipped"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -541,6 +544,7 @@ LOSS_FAULTS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("cause", LOSS_FAULTS)
 def test_a_fault_of_the_loss_is_named_by_the_audit(
     run: Run, monkeypatch: pytest.MonkeyPatch, cause: str
