@@ -20,16 +20,16 @@ import json
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -37,107 +37,14 @@ from typing import TextIO
 
 import pytest
 
+from tests.mutants import Mutant, mutants_of
+
 PACKAGES = ("balancing", "workers", "controller", "ballast")
 QUICK = "not slow and not gpu and not soak"
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-OPPOSITES = (
-    ("low", "high"),
-    ("min", "max"),
-    ("lowest", "highest"),
-    ("any", "all"),
-    ("sum", "mean"),
-    ("start", "stop"),
-)
-NO_CODE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 ANEW_LIMIT_S = 180.0
 PYTEST_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", QUICK)
 ROOTS = (*PACKAGES, "workers/model")
 """Folders of files with different jobs: the tests of all of them are too many for a mutant of one."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A replaced span of a file, in bytes."""
-
-    file: Path
-    line: int
-    start: int
-    end: int
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.before} -> {self.after}"
-
-
-def mutants_of(file: Path) -> list[Mutant]:
-    """Return every small fault of the file's code. Messages, annotations and defaults of messages are left
-    alone.
-    """
-    source = file.read_bytes()
-    offsets = [0]
-    for line in source.splitlines(keepends=True):
-        offsets.append(offsets[-1] + len(line))
-    names = set(re.findall(r"\w+", source.decode()))
-    mutants = []
-    for node in _code_nodes(ast.parse(source)):
-        for changed in _changes(node, names):
-            start = offsets[node.lineno - 1] + node.col_offset
-            end = offsets[node.end_lineno - 1] + node.end_col_offset
-            before = source[start:end].decode()
-            lines = "\n" * before.count("\n")  # the statements after it stay on their lines
-            mutants.append(Mutant(file, node.lineno, start, end, before, f"({ast.unparse(changed)}{lines})"))
-    return mutants
-
-
-def _code_nodes(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield expressions that run. A decorator, an annotation or a message is none of them."""
-    for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(
-            node, ast.Call
-        ):
-            continue
-        children = value if isinstance(value, list) else [value]
-        for child in children:
-            if isinstance(child, NO_CODE) or not isinstance(child, ast.AST):
-                continue
-            if isinstance(child, ast.expr) and hasattr(child, "lineno"):
-                yield child
-            yield from _code_nodes(child)
-
-
-def _changes(node: ast.expr, names: set[str]) -> Iterator[ast.expr]:
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-        yield ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
-    elif isinstance(node, ast.BinOp):
-        for dropped, kept in ((node.left, node.right), (node.right, node.left)):
-            if isinstance(node.op, ast.Mult) and "mask" in ast.unparse(dropped):
-                yield kept
-        is_text = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
-        if type(node.op) in OPERATORS and not is_text:
-            yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
-    elif isinstance(node, ast.BoolOp):
-        yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield node.operand
-    elif isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1, 2):
-        yield ast.Constant(node.value + 1)
-    elif isinstance(node, ast.Attribute):
-        yield from (ast.Attribute(node.value, name, node.ctx) for name in _opposites(node.attr, names))
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield from (ast.Name(name, node.ctx) for name in _opposites(node.id, names))
-
-
-def _opposites(name: str, names: set[str]) -> Iterator[str]:
-    """Yield the name with `low` for `high` and the like, if the file has that name, or it is a builtin's."""
-    parts = name.split("_")
-    for pair in OPPOSITES:
-        for one, other in (pair, pair[::-1]):
-            if one in parts:
-                opposite = "_".join(other if part == one else part for part in parts)
-                if opposite in names or name in ("min", "max", "any", "all"):
-                    yield opposite
 
 
 @cache
@@ -253,6 +160,9 @@ class Trial:
         self.slow: set[str] = set()
         self.failures: dict[str, str] = {}
         self.of_processes: set[str] = set()
+        self.test = ""
+        self.in_test = False
+        self.fork_ended = ""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -279,6 +189,32 @@ class Trial:
         )
         return True
 
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        with self._interruptible():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        with self._interruptible():
+            return (yield)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let `leave_out` raise. Elsewhere, as while pytest writes a report, that would end all tests."""
+        self.in_test = True
+        try:
+            yield
+        finally:
+            self.in_test = False
+
+    def leave_out(self, *_: object) -> None:
+        """Skip the test that runs, as the handler of a signal."""
+        self.slow.add(self.test)
+        if self.in_test:
+            self.in_test = False
+            pytest.skip("too slow for a mutant")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failures[report.nodeid] = report.longreprtext.rpartition("\n")[2]
@@ -297,7 +233,9 @@ class Trial:
             return True
 
         if not self._in_fork(run_and_note, 900.0):
-            pytest.exit("the tests do not end without a mutant", 2)
+            error = self.tree / "fork.txt"
+            trace = error.read_text() if error.exists() else ""
+            pytest.exit(f"without a mutant, the process of the tests {self.fork_ended}\n{trace}", 2)
         ran, self.seconds, of_processes, self.failures = json.loads(notes.read_text())
         self.of_processes = set(of_processes)
         self.ran = {test: {(file, line) for file, line in statements} for test, statements in ran}
@@ -312,10 +250,6 @@ class Trial:
         ran = {}
         seconds = {}
 
-        def leave_out(*_: object) -> None:
-            self.slow.add(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0])
-            pytest.skip("too slow for a mutant")
-
         def note_process(event: str, _: object) -> None:
             if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
                 self.of_processes.add(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
@@ -324,9 +258,10 @@ class Trial:
         for item in self.session.items:
             if {"ranks", "ray_session"} & set(getattr(item, "fixturenames", ())):
                 self.of_processes.add(item.nodeid)
-        signal.signal(signal.SIGPROF, leave_out)
+        signal.signal(signal.SIGPROF, self.leave_out)
         for item, following in zip(self.session.items, [*self.session.items[1:], None], strict=True):
             start = time.monotonic()
+            self.test = item.nodeid
             signal.setitimer(signal.ITIMER_PROF, self.most_s)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -404,14 +339,19 @@ class Trial:
             try:
                 os.setsid()
                 passed = run()
+            except BaseException:
+                (self.tree / "fork.txt").write_text(traceback.format_exc())  # pytest captures what is printed
             finally:
                 os._exit(0 if passed else 1)
         end = time.monotonic() + limit_s
         passed = False
+        self.fork_ended = f"took more than {limit_s:.0f} s"
         while time.monotonic() < end:
             ended, status = os.waitpid(process, os.WNOHANG)
             if ended:
-                passed = os.waitstatus_to_exitcode(status) == 0
+                code = os.waitstatus_to_exitcode(status)
+                self.fork_ended = f"ended with code {code}"
+                passed = code == 0
                 break
             time.sleep(0.02)
         try:

@@ -2,15 +2,18 @@
 
 import gc
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.mutants import mutants_of
 from tests.mutate import (
     QUICK,
     files_that_test,
-    mutants_of,
     new_code,
     replace_code,
     statement_line,
@@ -100,3 +103,40 @@ def test_quick_tests_are_those_without_a_marker_that_pytest_knows(pytestconfig: 
     """pytest ends with code 4 at an unknown one, before any test: `make check` ran nothing."""
     known = {line.partition(":")[0].partition("(")[0] for line in pytestconfig.getini("markers")}
     assert set(re.findall(r"\w+", QUICK)) - {"not", "and"} <= known
+
+
+SLOW_REPORTS = """
+import time
+def pytest_runtest_logreport(report):
+    end_s = time.process_time() + 0.1
+    while time.process_time() < end_s:
+        pass
+"""
+TRIED = """
+import sys
+from pathlib import Path
+from tests.mutants import mutants_of
+from tests.mutate import try_mutants
+sys.exit(try_mutants(mutants_of(Path("balancing/sum.py")), False, 0.05))
+"""
+
+
+def test_a_test_whose_time_ends_while_pytest_reports_is_left_out(tmp_path: Path) -> None:
+    """An exception there ended the process of all tests, and with it the trial."""
+    files = {
+        "balancing/__init__.py": "",
+        "balancing/sum.py": "def add(first, second):\n    return first + second\n",
+        "tests/conftest.py": SLOW_REPORTS,
+        "tests/balancing/test_sum.py": "from balancing.sum import add\n\ndef test_add(): assert add(1, 2) == 3\n",
+        "pytest.ini": "[pytest]\nmarkers =\n    slow\n    gpu\n    soak\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    command = [sys.executable, "-P", "-c", TRIED]
+    trial = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert trial.returncode == 0, trial.stdout + trial.stderr
+    assert "slower than 0.05 s: tests/balancing/test_sum.py::test_add" in trial.stdout
+    assert "died in mirrored tests: 0 of 1" in trial.stdout
