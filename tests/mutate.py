@@ -375,13 +375,14 @@ class Trial:
 
 
 def copy_tree(folder: Path) -> None:
+    """Copy the tree's files with their times: Numba compiles anew what is newer than its machine code."""
     listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(name, folder / name, follow_symlinks=False)
+        shutil.copy2(name, folder / name, follow_symlinks=False)
     for code in Path("balancing").rglob("__pycache__/*"):  # what Numba compiled
         (folder / code).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(code, folder / code)
+        shutil.copy2(code, folder / code)
 
 
 def draw(rooms: Sequence[Path], count: int, seed: int) -> list[Mutant]:

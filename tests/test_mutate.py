@@ -13,6 +13,7 @@ import pytest
 from tests.mutants import mutants_of
 from tests.mutate import (
     QUICK,
+    copy_tree,
     files_that_test,
     new_code,
     replace_code,
@@ -103,6 +104,26 @@ def test_quick_tests_are_those_without_a_marker_that_pytest_knows(pytestconfig: 
     """pytest ends with code 4 at an unknown one, before any test: `make check` ran nothing."""
     known = {line.partition(":")[0].partition("(")[0] for line in pytestconfig.getini("markers")}
     assert set(re.findall(r"\w+", QUICK)) - {"not", "and"} <= known
+
+
+def test_a_copied_tree_keeps_the_times_by_which_numba_finds_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "tree"
+    loop = source / "balancing" / "loop.py"
+    code = loop.parent / "__pycache__" / "loop.nbi"
+    code.parent.mkdir(parents=True)
+    for number, file in enumerate((loop, code), start=1):
+        file.write_text("LIMIT = 1")
+        os.utime(file, (number * 1000, number * 1000))
+    monkeypatch.chdir(source)
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", "balancing/loop.py"], check=True)
+    copy_tree(tmp_path / "copy")
+    for file in (loop, code):
+        copied = tmp_path / "copy" / file.relative_to(source)
+        assert copied.stat().st_mtime == file.stat().st_mtime
+        assert copied.read_text() == file.read_text()
 
 
 SLOW_REPORTS = """
