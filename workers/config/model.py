@@ -10,7 +10,7 @@ ATTENTION_KEPT = "attention"
 """What `selective` does in compiled layers, whose matrix products are inside of graphs."""
 RECOMPUTED = {"none": 0.0, "selective": 0.3, ATTENTION_KEPT: 0.8, "full": 1.0, "auto": 1.0}
 """Share of a layer's forward pass that its backward pass computes again."""
-CUDA_KERNELS = ("varlen", "flash3", "flash")
+CUDA_KERNELS = ("varlen", "flash4", "flash3", "flash")
 """Values of `model.attention` that are kernels of CUDA devices."""
 ROUNDED = ("int8", "nf4")
 """Values of `model.base_dtype` that change the weights of modules with adapters."""
@@ -114,10 +114,11 @@ class ModelConfig:
     )
     attention: str = setting(
         "auto",
-        "Attention kernel. Packed: `varlen` (CUDA), `flash3` (Hopper, FlashAttention 3 package), `flash` "
-        "(CUDA, flash-attn package), `sdpa` (one call per sequence, any device). Padded: these, or "
-        "transformers' own `sdpa` or `eager`. `auto` chooses by device, packages and model.",
-        choices=("auto", "varlen", "flash3", "flash", "sdpa", "eager"),
+        "Attention kernel. Packed: `varlen` (CUDA), `flash4` (Hopper and Blackwell, flash-attn-4 package), "
+        "`flash3` (Hopper, FlashAttention 3 package), `flash` (CUDA, flash-attn package), `sdpa` (one call "
+        "per sequence, any device). Padded: these, or transformers' own `sdpa` or `eager`. `auto` chooses by "
+        "device, packages and model.",
+        choices=("auto", "varlen", "flash4", "flash3", "flash", "sdpa", "eager"),
     )
     layout: str = setting(
         "packed",

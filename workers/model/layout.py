@@ -76,9 +76,12 @@ class RowLayout:
             half=compute_dtype.itemsize == 2,
         )
         self.shared_from = config.min_shared_tokens if shares_prefix else 0
-        self._flash = flash_implementation(config.attention, device, compute_dtype)
+        heads = model.head_sizes
+        self._flash = flash_implementation(config.attention, device, compute_dtype, head_sizes=heads)
         if self._by_segment and not (self._ring and min(shares.context_degrees) > 1):
-            self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
+            self._backend = choose_backend(
+                config.attention, device, compute_dtype, features, model=name, head_sizes=heads
+            )
 
     def lay_out(self, micro_batch: DataProto, *, forward: bool = False, cells: str = "before") -> ModelInput:
         """Lay out a micro-batch. The model's inputs are on the device.

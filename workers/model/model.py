@@ -40,6 +40,7 @@ from workers.model.rules.families import (
     KERNEL_FEATURES,
     SELECTION,
     final_softcap,
+    head_sizes,
     logit_factor,
     required_features,
 )
@@ -74,6 +75,7 @@ class PackedModel(nn.Module):
         self.activation_offload = activation_offload
         names = [name for name, _ in model.named_parameters()]
         self.required_features = required_features(model.config, names)
+        self.head_sizes = head_sizes(model.config)
         self.softcap = final_softcap(model.config)
         self.logit_factor = logit_factor(model.config)
         sees = (

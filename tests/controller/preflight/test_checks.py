@@ -198,6 +198,7 @@ rollout.replicas=3 resources.device=cuda
 model.attention=varlen
 model.attention=flash
 model.attention=flash3
+model.attention=flash4
 model.attention=eager
 model.attention=eager model.layout=padded model.forward_layout=packed
 model.attention=varlen model.layout=padded

@@ -6,6 +6,7 @@ The segments are passed as an argument. transformers would infer them from `posi
 packing when a KV cache is created or an all-ones mask is passed.
 
     backend   where                         sliding window   soft-capping   sinks
+    flash4    Hopper, Blackwell, half       yes              no             yes     the flash-attn-4 package
     flash3    Hopper, half precision        yes              no             yes     varlen on FlashAttention 3
     varlen    CUDA, half precision          yes              no             yes     torch.nn.attention.varlen
     flash     CUDA, half precision          yes              yes            no      the flash-attn package
@@ -32,7 +33,9 @@ from torch.nn.attention import (
 from transformers import AttentionInterface
 
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.attention import flash4
 from workers.model.attention.block_attention import block_attention, query_blocks
+from workers.model.attention.flash4 import flash4_attention, use_flash4, uses_flash4
 from workers.model.attention.flash_kernels import Segments, sink_attention, window_size
 from workers.model.attention.selected_attention import selected_attention
 from workers.model.attention.state_rows import StateRow
@@ -69,27 +72,43 @@ class Installed:
         has_card = device.type == "cuda" and torch.cuda.is_available()
         generation = torch.cuda.get_device_capability(device)[0] if has_card else 0
         needed = {backend.package for backend in BACKENDS.values() if backend.package}
-        return cls(generation, frozenset(package for package in needed if find_spec(package) is not None))
+        return cls(generation, frozenset(package for package in needed if is_installed(package)))
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package has code. flash-attn-4 leaves a folder `flash_attn` without any."""
+    try:
+        specification = find_spec(package)
+    except ModuleNotFoundError:  # of the package above it
+        return False
+    return specification is not None and specification.origin is not None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Describe a backend. features: as in `families.required_features`."""
+    """Describe a backend. features: as in `families.required_features`. generations: of cards, empty for all.
+
+    distribution: what installs `package`, if it has another name. head_problem: why a generation does not
+    take heads of these sizes, or an empty string.
+    """
 
     build: Callable[[PackedRow, torch.device], PackedAttention]
     features: frozenset[str]
     package: str = ""
-    generation: int = 0
+    generations: tuple[int, ...] = ()
+    distribution: str = ""
+    head_problem: Callable[[int, frozenset[int]], str] = lambda generation, sizes: ""
 
-    def obstacle(self, installed: Installed) -> str:
-        if self.generation not in (0, installed.generation):
+    def obstacle(self, installed: Installed, head_sizes: frozenset[int] = frozenset()) -> str:
+        if self.generations and installed.generation not in self.generations:
             return (
-                f"needs a card of compute capability {self.generation}, and this one has "
-                f"{installed.generation}. Set auto"
+                f"needs a card of compute capability {' or '.join(map(str, self.generations))}, and this one "
+                f"has {installed.generation}. Set auto"
             )
         if self.package and self.package not in installed.packages:
-            return f"needs the package {self.package.replace('_', '-')}, which is not installed. Set auto"
-        return ""
+            name = self.distribution or self.package.replace("_", "-")
+            return f"needs the package {name}, which is not installed. Set auto"
+        return self.head_problem(installed.generation, head_sizes)
 
 
 def choose_backend(
@@ -99,13 +118,14 @@ def choose_backend(
     features: frozenset[str] = frozenset(),
     installed: Installed | None = None,
     model: str = "the model",
+    head_sizes: frozenset[int] = frozenset(),
 ) -> str:
     """Return the backend of `model.attention` for packed rows. `auto` takes the first usable one of
     `BACKENDS`.
 
-    features: what the model needs, from `families.required_features`. model: its name in messages. Raises
-    ConfigError if the backend cannot run here or does not take packed rows, UnsupportedModelError if it lacks
-    a feature.
+    features: what the model needs, from `families.required_features`. model: its name in messages.
+    head_sizes: of its queries and values. Raises ConfigError if the backend cannot run here or does not take
+    packed rows, UnsupportedModelError if it lacks a feature.
     """
     installed = installed or Installed.here(device)
 
@@ -113,7 +133,7 @@ def choose_backend(
         problem = kernel_problem(
             kernel, "packed", cuda=device.type == "cuda", half=compute_dtype.itemsize == 2
         )
-        return problem or BACKENDS[kernel].obstacle(installed)
+        return problem or BACKENDS[kernel].obstacle(installed, head_sizes)
 
     if setting == "auto":
         able = [name for name, backend in BACKENDS.items() if features <= backend.features]
@@ -194,34 +214,42 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tens
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
 
 
-FlashImplementation = Literal["FA3"] | None
-"""Of torch's flash operators: FlashAttention 3, or torch's own."""
+FlashImplementation = Literal["FA4", "FA3"] | None
+"""Of flash operators: FlashAttention 4 or 3, or torch's own."""
+IMPLEMENTATIONS: dict[str, FlashImplementation] = {"flash4": "FA4", "flash3": "FA3"}
 
 
 def flash_implementation(
-    setting: str, device: torch.device, compute_dtype: torch.dtype, installed: Installed | None = None
+    setting: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    installed: Installed | None = None,
+    head_sizes: frozenset[int] = frozenset(),
 ) -> FlashImplementation:
     """Choose for all rows of an engine: plain ones, those with shared prefixes, and parts of a ring."""
-    half = compute_dtype.itemsize == 2
-    kernel = BACKENDS["flash3"]
-    if setting not in ("auto", "flash3") or device.type != "cuda" or not half:
+    if device.type != "cuda" or compute_dtype.itemsize != 2:
         return None
-    return None if kernel.obstacle(installed or Installed.here(device)) else "FA3"
+    installed = installed or Installed.here(device)
+    allowed = IMPLEMENTATIONS if setting == "auto" else IMPLEMENTATIONS.keys() & {setting}
+    usable = [kernel for kernel in allowed if not BACKENDS[kernel].obstacle(installed, head_sizes)]
+    return IMPLEMENTATIONS[usable[0]] if usable else None
 
 
 def use_flash_implementation(implementation: FlashImplementation) -> None:
-    """Let torch's flash operators call it. "FA3" imports `flash_attn_interface`.
+    """Let flash operators call it. "FA3" imports `flash_attn_interface`, "FA4" `flash_attn.cute`.
 
-    Through torch, torch.compile traces it, the FLOP counter counts it, and the operators that sinks and rings
-    call use it.
+    Through torch, torch.compile traces "FA3", the FLOP counter counts it, and the operators that sinks and
+    rings call use it. "FA4" has operators here.
     """
-    if current_flash_attention_impl() == implementation:
+    current = "FA4" if uses_flash4() else current_flash_attention_impl()
+    if current == implementation:
         return
     log.info("flash attention: %s", implementation or "torch's own")
-    if implementation is None:
-        restore_flash_attention_impl()
-    else:
+    use_flash4(implementation == "FA4")
+    if implementation == "FA3":
         activate_flash_attention_impl(implementation)
+    elif current == "FA3":
+        restore_flash_attention_impl()
 
 
 def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
@@ -256,6 +284,31 @@ def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
             scale=scale,
             window_size=window_size(True, window),
             enable_gqa=enable_gqa,
+        )
+        return output.unsqueeze(0)
+
+    return attend
+
+
+def _flash4(row: PackedRow, device: torch.device) -> PackedAttention:
+    segments = Segments.of(row.padded_lengths, device)
+    bounds = segments.bounds
+    longest = segments.longest
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        query, key, value = _tokens_first(query, key, value)
+        if sinks is not None:
+            return sink_attention(query, key, value, sinks, segments, scale, window).unsqueeze(0)
+        output, _lse = flash4_attention(
+            query, key, value, bounds, bounds, longest, longest, True, window, scale
         )
         return output.unsqueeze(0)
 
@@ -299,8 +352,16 @@ def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 BACKENDS = {
+    "flash4": Backend(
+        _flash4,
+        KERNEL_FEATURES["packed"]["flash4"],
+        package=flash4.PACKAGE,
+        generations=flash4.GENERATIONS,
+        distribution=flash4.DISTRIBUTION,
+        head_problem=flash4.head_size_problem,
+    ),
     "flash3": Backend(
-        _torch_varlen, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9
+        _torch_varlen, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generations=(9,)
     ),
     "varlen": Backend(_torch_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),

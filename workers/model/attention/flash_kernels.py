@@ -10,7 +10,8 @@ of the whole attention, the backward kernel of one block returns the exact share
 block.
 
 torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on
-CUDA one call for all segments (half precision only), on the CPU one call a segment.
+CUDA one call for all segments (half precision only), on the CPU one call a segment. Where an engine uses
+FlashAttention 4, its operators take their place (`flash4.py`).
 
 Shapes: Q query tokens, T key tokens of all segments, H query heads, K key-value heads (K divides H), D head
 dimension.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model.attention.flash4 import flash4_attention, flash4_attention_backward, uses_flash4
 from workers.model.copies import to_device
 
 aten = torch.ops.aten
@@ -72,6 +74,8 @@ def flash_forward(
     Returns (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]). On the CPU a window, or fewer
     queries than keys, builds a mask of all pairs.
     """
+    if uses_flash4():
+        return flash4_attention(query, key, value, *_on_cuda(block), block.causal, block.window, scale)
     if query.device.type != "cpu":
         cuda_arguments, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         output, lse, *_ = aten._flash_attention_forward(
@@ -113,6 +117,9 @@ def flash_backward(
     """Return the block's share in the gradients of query, key and value, from output and log-sum-exp over all
     keys.
     """
+    if uses_flash4():
+        inputs_of_all = (grad_output, query, key, value, output, lse)
+        return flash4_attention_backward(*inputs_of_all, *_on_cuda(block), block.causal, block.window, scale)
     if query.device.type != "cpu":
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
         cuda_arguments, (left, right) = _on_cuda(block), window_size(block.causal, block.window)

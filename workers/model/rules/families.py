@@ -77,6 +77,7 @@ SELECTION = "selection"
 
 KERNEL_FEATURES = {
     "packed": {
+        "flash4": frozenset({"sliding_window", "sinks", SELECTION}),
         "flash3": frozenset({"sliding_window", "sinks", SELECTION}),
         "varlen": frozenset({"sliding_window", "sinks", SELECTION}),
         "flash": frozenset({"sliding_window", "softcap", SELECTION}),
@@ -168,6 +169,21 @@ def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]
         SELECTION: bool(getattr(text, SELECTED_TOKENS, None)),
     }
     return frozenset(name for name, need in needed.items() if need)
+
+
+def head_sizes(config: Any) -> frozenset[int]:
+    """Return the sizes of attention heads, of each kind of layer the largest of queries and values. Empty
+    without attention.
+    """
+    text = config.get_text_config()
+    nope = getattr(text, "qk_nope_head_dim", None)
+    if nope is not None:  # latent attention, whose `head_dim` is only the rotated part
+        return frozenset({max(nope + text.qk_rope_head_dim, text.v_head_dim)})
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+    if size is None:
+        return frozenset()
+    return frozenset({size, getattr(text, "global_head_dim", None) or size})
 
 
 def expected_window(config: Any, layer_index: int) -> int | None:

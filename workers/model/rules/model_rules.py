@@ -169,7 +169,7 @@ def _sharing_problem(
         return "needs model.layout=packed, also of forward passes"
     if max(settings.rows(forward=forward)[1] for forward in (False, True)) > 1:
         return "needs model.length_multiple=1, also of forward passes"
-    if settings.attention not in ("auto", "varlen", "flash3"):
+    if settings.attention not in ("auto", "varlen", "flash4", "flash3"):
         return f"needs the log-sum-exp, which model.attention={settings.attention} does not give. Set auto"
     if states:
         return f"cannot hand a state from a prompt to its responses: {states}. Set never"

@@ -4,8 +4,8 @@ refuses.
 
 import itertools
 import sys
+from importlib import invalidate_caches
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -20,14 +20,17 @@ from workers.batch.dataproto import DataProto
 from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model import layout
+from workers.model.attention import flash4
 from workers.model.attention.attention import (
     ATTENTION_NAME,
     Installed,
     ballast_packed,
     choose_backend,
     flash_implementation,
+    is_installed,
     packed_attention,
 )
+from workers.model.attention.flash4 import uses_flash4
 from workers.model.layout import RowLayout
 from workers.model.model import load_model
 from workers.model.rows.packing import pack
@@ -101,7 +104,7 @@ def test_a_cache_that_holds_tokens_is_refused(model, row):
 
 
 HALF = torch.bfloat16
-HOPPER, AMPERE = 9, 8
+HOPPER, AMPERE, BLACKWELL, CONSUMER_BLACKWELL = 9, 8, 10, 12
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,12 @@ HOPPER, AMPERE = 9, 8
         (AMPERE, {"flash_attn"}, {"sliding_window", "softcap"}, "flash"),
         (AMPERE, set(), {"sliding_window", "sinks"}, "varlen"),
         (AMPERE, {"flash_attn"}, {"softcap", "sinks"}, "sdpa"),
+        (HOPPER, {"flash_attn.cute"}, set(), "flash4"),
+        (BLACKWELL, {"flash_attn.cute", "flash_attn_interface"}, {"sliding_window", "sinks"}, "flash4"),
+        (HOPPER, {"flash_attn.cute", "flash_attn_interface", "flash_attn"}, set(), "flash4"),
+        (HOPPER, {"flash_attn.cute", "flash_attn"}, {"softcap"}, "flash"),
+        (AMPERE, {"flash_attn.cute"}, set(), "varlen"),
+        (CONSUMER_BLACKWELL, {"flash_attn.cute"}, set(), "varlen"),
     ],
 )
 def test_backend_follows_card_packages_and_model(generation, packages, features, chosen):
@@ -129,7 +138,42 @@ def test_backend_follows_card_packages_and_model(generation, packages, features,
 def test_the_machine_is_looked_at_when_nothing_is_said_of_it():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
     assert Installed.here(CPU).generation == 0
-    assert ("flash_attn" in Installed.here(CPU).packages) == (find_spec("flash_attn") is not None)
+    assert ("flash_attn" in Installed.here(CPU).packages) == is_installed("flash_attn")
+
+
+def test_the_folder_that_one_package_shares_with_another_is_not_that_other_one(tmp_path, monkeypatch):
+    """flash-attn-4 installs `flash_attn/cute` and no `flash_attn/__init__.py`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("shared_folder", "shared_folder.cute")
+    assert [is_installed(name) for name in names] == [False, False]
+    (tmp_path / "shared_folder" / "cute").mkdir(parents=True)
+    (tmp_path / "shared_folder" / "cute" / "__init__.py").write_text("")
+    invalidate_caches()
+    assert [is_installed(name) for name in names] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("generation", "sizes", "chosen"),
+    [
+        (HOPPER, {256}, "flash4"),
+        (HOPPER, {192}, "flash4"),
+        (HOPPER, {64, 512}, "varlen"),
+        (HOPPER, {20}, "varlen"),
+        (BLACKWELL, {128}, "flash4"),
+        (BLACKWELL, {256}, "flash4"),
+        (BLACKWELL, {192}, "varlen"),
+        (BLACKWELL, {80, 96}, "flash4"),
+    ],
+)
+def test_heads_of_a_size_that_a_kernel_does_not_take_fall_to_the_next_kernel(generation, sizes, chosen):
+    installed = Installed(generation, frozenset({"flash_attn.cute"}))
+    sizes = frozenset(sizes)
+    assert choose_backend("auto", CUDA, HALF, installed=installed, head_sizes=sizes) == chosen
+    implementation = flash_implementation("auto", CUDA, HALF, installed, sizes)
+    assert implementation == ("FA4" if chosen == "flash4" else None)
+    if chosen != "flash4":
+        with refused(f"model.attention=flash4 does not take heads of {max(sizes)}"):
+            choose_backend("flash4", CUDA, HALF, installed=installed, head_sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +191,10 @@ def test_the_machine_is_looked_at_when_nothing_is_said_of_it():
             "compute capability 9, and this one has 8",
         ),
         ("flash3", CUDA, HALF, (HOPPER, ()), "flash-attn-interface"),
+        ("flash4", CPU, HALF, (HOPPER, ("flash_attn.cute",)), "CUDA"),
+        ("flash4", CUDA, torch.float32, (HOPPER, ("flash_attn.cute",)), "half precision"),
+        ("flash4", CUDA, HALF, (AMPERE, ("flash_attn.cute",)), "capability 9 or 10, and this one has 8"),
+        ("flash4", CUDA, HALF, (HOPPER, ("flash_attn",)), "the package flash-attn-4"),
     ],
 )
 def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, dtype, installed, named):
@@ -156,10 +204,11 @@ def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, 
 
 
 @pytest.mark.parametrize(
-    ("backend", "feature"), [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap")]
+    ("backend", "feature"),
+    [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap"), ("flash4", "softcap")],
 )
 def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backend, feature):
-    installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface"}))
+    installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface", "flash_attn.cute"}))
     with pytest.raises(UnsupportedModelError, match=rf"{feature}.*model\.attention={backend}"):
         choose_backend(backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed)
 
@@ -177,11 +226,14 @@ def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatc
     group = DataProto.from_list(
         [{"input_ids": [*range(20), 21 + i], "loss_mask": [False] * 20 + [True]} for i in range(2)]
     )
-    for implementation, batch in itertools.product((None, "FA3", None), (group, group.slice(0, 1))):
-        monkeypatch.setattr(layout, "flash_implementation", lambda *_, found=implementation: found)
+    monkeypatch.setattr(flash4, "load_package", lambda: None)
+    chosen = (None, "FA3", "FA4", "FA3", "FA4", None)
+    for implementation, batch in itertools.product(chosen, (group, group.slice(0, 1))):
+        monkeypatch.setattr(layout, "flash_implementation", lambda *_, found=implementation, **__: found)
         row = RowLayout(config, None, model, CPU, torch.float32).lay_out(batch)
         assert isinstance(row, SharedRow) == (len(batch) == 2)
-        assert current_flash_attention_impl() == implementation
+        assert uses_flash4() == (implementation == "FA4")
+        assert current_flash_attention_impl() == (None if uses_flash4() else implementation)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +246,11 @@ def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatc
         ("auto", CUDA, HALF, AMPERE, {"flash_attn_interface"}, None),
         ("auto", CUDA, torch.float32, HOPPER, {"flash_attn_interface"}, None),
         ("auto", CPU, HALF, HOPPER, {"flash_attn_interface"}, None),
+        ("auto", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, "FA4"),
+        ("auto", CUDA, HALF, BLACKWELL, {"flash_attn_interface", "flash_attn.cute"}, "FA4"),
+        ("flash4", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, "FA4"),
+        ("flash3", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, "FA3"),
+        ("varlen", CUDA, HALF, HOPPER, {"flash_attn_interface", "flash_attn.cute"}, None),
     ],
 )
 def test_flash_implementation_follows_card_and_package(setting, device, dtype, generation, packages, chosen):

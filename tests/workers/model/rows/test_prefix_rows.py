@@ -16,6 +16,7 @@ from balancing import plan_batch
 from balancing.basics.alignment import zigzag_positions
 from balancing.prefixes.groups import fewest_worth_sharing
 from tests.refusals import refused
+from tests.workers.model.attention.flash4_twin import twin_in_use
 from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
@@ -179,6 +180,17 @@ def test_attention_equals_that_of_a_mask(seed, count, heads, multiple):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SharedAttention, "_way", lambda *_, way=way: way)
             assert_equal(computed(SharedAttention(row, CPU), inputs), by_mask(row, inputs))
+
+
+@pytest.mark.parametrize("way", ["level", "path"])
+def test_attention_by_flash_attention_4_equals_that_of_a_mask(way, monkeypatch):
+    row = pack_shared(random_sequences(7, 3, branching=True), 8)
+    inputs = random_inputs(row, (4, 2), 3)
+    monkeypatch.setattr(SharedAttention, "_way", lambda *_: way)
+    with twin_in_use(monkeypatch) as calls:
+        assert_equal(computed(SharedAttention(row, CPU), inputs), by_mask(row, inputs))
+    levels = 1 + max(run.level for run in row.runs)
+    assert len(calls) == (levels if way == "level" else 1)
 
 
 def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monkeypatch):
