@@ -1,20 +1,24 @@
 """Weights & Biases and MLflow themselves, on this machine alone: offline, and a folder in place
 of a server.
+
+Their imports take 2 CPU seconds, so the tests make them: every process collects this file, and one runs it.
 """
 
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import wandb
-from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from controller.observability.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
 from tests.refusals import refused
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+    from wandb.proto.wandb_internal_pb2 import Record
 
 SETTINGS = {"run.name": "first", "policy.optimizer.learning_rate": 1e-6}
 
@@ -26,8 +30,14 @@ def mlflow_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mlruns"
 
 
+def client() -> "MlflowClient":
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient()
+
+
 def history(run: str, name: str) -> list[tuple[int, float]]:
-    return [(entry.step, entry.value) for entry in MlflowClient().get_metric_history(run, name)]
+    return [(entry.step, entry.value) for entry in client().get_metric_history(run, name)]
 
 
 def test_mlflow_gets_every_metric_of_every_step_and_how_the_run_ended(mlflow_folder: Path) -> None:
@@ -35,7 +45,7 @@ def test_mlflow_gets_every_metric_of_every_step_and_how_the_run_ended(mlflow_fol
     tracker.log(1, {"policy/loss": 0.5, "validation/pass@8": 0.25})
     tracker.log(2, {"policy/loss": math.nan} | {f"reward/{i}": float(i) for i in range(1500)})
     tracker.close(succeeded=True)
-    run = MlflowClient().get_run(tracker.id)
+    run = client().get_run(tracker.id)
     assert run.info.status == "FINISHED"
     assert run.data.params["policy.optimizer.learning_rate"] == "1e-06"
     assert history(tracker.id, "validation/pass_at_8") == [(1, 0.25)]
@@ -81,9 +91,9 @@ def test_a_resumed_run_continues_in_mlflow_and_metrics_wait_for_the_server(mlflo
     said: list[str] = []
     first = MlflowTracker("addition", "first", SETTINGS, said.append)
     first.close(succeeded=False)
-    assert MlflowClient().get_run(first.id).info.status == "FAILED"
+    assert client().get_run(first.id).info.status == "FAILED"
     second = MlflowTracker("addition", "first", SETTINGS, said.append, id=first.id)
-    assert MlflowClient().get_run(first.id).info.status == "RUNNING"
+    assert client().get_run(first.id).info.status == "RUNNING"
     (run,) = mlflow_folder.glob(f"*/{second.id}")
     away = run.rename(mlflow_folder.with_name("away"))
     second.log(1, {"policy/loss": 0.5})
@@ -99,10 +109,12 @@ def test_a_run_that_mlflow_does_not_know_is_refused(mlflow_folder: Path) -> None
         MlflowTracker("addition", "first", SETTINGS, print, id="0123")
 
 
-def wandb_records(path: Path) -> Iterator[Record]:
+def wandb_records(path: Path) -> Iterator["Record"]:
     """Of a .wandb file: a 7-byte header, then LevelDB's log format (checksum, length, kind, data in 32 KiB
     blocks).
     """
+    from wandb.proto.wandb_internal_pb2 import Record
+
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -134,6 +146,8 @@ def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(
     second = WandbTracker(tmp_path / "second", "addition", "first", SETTINGS, id=first.id)
     second.log(3, {"policy/loss": 0.125})
     second.close(succeeded=True)
+    import wandb
+
     wandb.teardown()  # as at the end of a process: only then is everything on disk
     assert second.id == first.id
     (file,) = (tmp_path / "first").glob(f"wandb/offline-run-*-{first.id}/run-*.wandb")
