@@ -76,6 +76,12 @@ def machine_named(name: str, **fields: float) -> Machine:
 SPREADS = {"generation": 0.35, "training": 0.2, "collectives": 0.4, "overheads": 0.5}
 """Relative error of a part's seconds without a measurement on the machine."""
 
+ATTENTION_OF_FLASH4 = 0.5
+"""Share of the peak that attention reaches with flash-attn-4: that of torch's kernel times the ratio of their
+times forward, and forward with backward, at 65,536 tokens on an H200 (docs/gpu-benchmark.md). Not fitted to
+a step.
+"""
+
 
 @dataclass(frozen=True)
 class Efficiency:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing.time_model import Efficiency, Layout, StepTime
+from balancing.time_model.machine import ATTENTION_OF_FLASH4
 from balancing.time_model.search import Problem
 from controller.config import Config
 from controller.preflight.cluster import Cluster
@@ -96,6 +97,8 @@ def read_problem(
     """Return the model, work and machine of a run, and lines that name their sources. Raises ConfigError."""
     machine = machine_of(cluster)
     efficiency = Efficiency()
+    if config.model.attention == "flash4":
+        efficiency = replace(efficiency, attention=ATTENTION_OF_FLASH4)
     devices = cluster.gpus or int(cluster.cpus)
     machine_line = f"one {machine.name} of {cluster.nodes} x {devices}: figures of its data sheet"
     if options.measured:

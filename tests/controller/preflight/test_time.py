@@ -2,15 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from balancing.time_model.machine import ATTENTION_OF_FLASH4, Efficiency
 from controller.config import Config, load
 from controller.fit import main
 from controller.preflight.cluster import Cluster, parse_cluster
-from controller.preflight.describe_time import changes
+from controller.preflight.describe_time import TimeOptions, changes, read_problem
 from controller.preflight.time_inputs import (
     drawn_lengths,
     layout_of,
@@ -56,6 +58,21 @@ def test_a_workload_has_the_steps_samples_and_passes() -> None:
     assert found.prompts.mean() == pytest.approx(200, abs=1)
     assert (found.prompts.reshape(-1, 16) == found.prompts.reshape(-1, 16)[:, :1]).all()
     assert found.forward_passes == 1  # four updates need old log-probs
+
+
+def test_attention_has_the_rate_of_the_kernel_that_is_named() -> None:
+    config, cluster = described()
+    config.model.attention = "flash4"
+    problem, _ = read_problem(config, cluster, TimeOptions())
+    assert problem.efficiency == replace(Efficiency(), attention=ATTENTION_OF_FLASH4)
+    config.model.attention = "varlen"
+    assert read_problem(config, cluster, TimeOptions())[0].efficiency == Efficiency()
+
+
+def test_the_rate_of_flash_attention_4_is_the_fitted_one_times_the_ratio_measured() -> None:
+    """TFLOP/s at 65,536 tokens, forward, and forward with backward as 3.5 forwards, with one recomputation."""
+    slow, fast = (1 / forward + 3.5 / both for forward, both in ((358, 331), (669, 648)))
+    assert pytest.approx(Efficiency().attention * slow / fast, abs=0.01) == ATTENTION_OF_FLASH4
 
 
 def test_distributions_have_their_medians_and_limits() -> None:
