@@ -10,7 +10,13 @@ from torch import Tensor
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.attention.reference_attention import reference_attention
 from workers.batch.dataproto import DataProto
-from workers.model.attention.attention import BACKENDS, Installed, packed_attention
+from workers.model.attention.attention import (
+    BACKENDS,
+    IMPLEMENTATIONS,
+    Installed,
+    packed_attention,
+    use_flash_implementation,
+)
 from workers.model.rows.packing import PackedRow, pack
 from workers.model.rules.model_rules import kernel_problem
 
@@ -35,6 +41,12 @@ KERNELS = [
     pytest.param("sdpa", torch.device("cpu"), id="sdpa on cpu"),
     *(on_cuda(backend) for backend in BACKENDS),
 ]
+
+
+@pytest.fixture(autouse=True)
+def restored_implementation():
+    yield
+    use_flash_implementation(None)
 
 
 def row_of(lengths: tuple[int, ...]) -> PackedRow:
@@ -81,6 +93,7 @@ def skip_unless_runnable(backend: str, device: torch.device, dtype: torch.dtype,
         pytest.skip(f"{backend} {obstacle}")
     if not features <= BACKENDS[backend].features:
         pytest.skip(f"{backend} does not compute {', '.join(features - BACKENDS[backend].features)}")
+    use_flash_implementation(IMPLEMENTATIONS.get(backend))  # as an engine does for all of its rows
 
 
 @pytest.mark.parametrize("case", CASES)

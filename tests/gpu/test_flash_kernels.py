@@ -5,6 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.workers.model.tiny import relative_error
+from workers.model.attention.attention import (
+    BACKENDS,
+    IMPLEMENTATIONS,
+    Installed,
+    use_flash_implementation,
+)
 from workers.model.attention.flash_kernels import Block, Segments, flash_backward, flash_forward
 
 pytestmark = [
@@ -13,6 +19,15 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 SCALE = 0.2
+
+
+@pytest.fixture(autouse=True, params=["varlen", *IMPLEMENTATIONS])
+def implementation(request):
+    if obstacle := BACKENDS[request.param].obstacle(Installed.here(CUDA)):
+        pytest.skip(f"{request.param} {obstacle}")
+    use_flash_implementation(IMPLEMENTATIONS.get(request.param))
+    yield
+    use_flash_implementation(None)
 
 
 def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
