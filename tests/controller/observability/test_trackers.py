@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow themselves, on this machine alone: offline, and a folder in place
 of a server.
 
-Their imports take 2 CPU seconds, so the tests make them: every process collects this file, and one runs it.
+Their imports take over a CPU second, so the tests make them: every process collects this file, and one runs it.
 """
 
 import json
