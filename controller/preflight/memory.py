@@ -38,6 +38,9 @@ LAYERS = (3, 4)
 TIMEOUT_S = 600
 ASLEEP_GIB, ASLEEP_EAGER_GIB = 1.0, 0.25
 """Of a sleeping engine on each GPU, with CUDA graphs and without: estimates, see docs/placement.md."""
+GRADIENT_BYTES = 4
+STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.01}
+"""Bytes of AdamW's moments for a parameter, by `state_dtype`. Other optimisers keep no more."""
 HAVE_MOMENTS = ("adamw", "muon")
 """Optimisers with `state_dtype`."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -242,6 +245,15 @@ def _offloads_optimizer(config: TrainingConfig, role: str) -> bool:
     return bool(value_of(config, f"{_spec(config, role).settings_section}.cpu_offload") == "optimizer")
 
 
+def _state_bytes(config: TrainingConfig, role: str) -> float:
+    """Return the bytes of a role's optimiser state, for each parameter that is trained."""
+    spec = _spec(config, role)
+    if not spec.learns:
+        return 0
+    optimizer = value_of(config, f"{spec.settings_section}.optimizer")
+    return STATE_BYTES[optimizer.state_dtype]
+
+
 def _spec(config: TrainingConfig, measured: str) -> RoleSpec:
     """Return the role of a measured model: a role's name, which one of its models' may follow."""
     return config.spec(measured.partition(" ")[0])
@@ -270,11 +282,13 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     parts = {"model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB}
     for role, size in sizes.items():
         if _is_offloaded(config, role):
-            parts[role] = (4 * size["parameters"] + 12 * size["trained"]) * share / GIB
+            trained = (GRADIENT_BYTES + _state_bytes(config, role)) * size["trained"]
+            parts[role] = (size["weight_bytes"] + trained) * share / GIB
         elif _offloads_optimizer(config, role):
             parts[role] = 8 * size["trained"] * share / GIB
     if config.run.checkpoint_every:  # the copy being written, and a file of 1 GiB a rank
-        parts["checkpoint"] = 12 * sum(size["trained"] for size in sizes.values()) * share / GIB + ranks
+        copied = sum((4 + _state_bytes(config, role)) * size["trained"] for role, size in sizes.items())
+        parts["checkpoint"] = copied * share / GIB + ranks
     if config.rollout.weight_sync == "delta":  # rank 0's copy, whole weights and deltas in the object store
         parts["weights for engines"] = 6 * sizes["policy"]["parameters"] / GIB
     if config.rollout_placement == "colocated":  # in pinned memory, also at level 2

@@ -49,7 +49,8 @@ EIGHT = Cluster(nodes=1, cpus=64, gpus=8, gpu_gib=80)
 
 def of_role(parameters: int = 8 * 10**9, **gib: float) -> dict[str, Any]:
     """A role that is trained, in one stage."""
-    sizes = SIZES | {"parameters": parameters, "trained": parameters * ("update" in gib)}
+    counts = {"parameters": parameters, "trained": parameters * ("update" in gib)}
+    sizes = SIZES | counts | {"weight_bytes": 4 * parameters}
     return {"sizes": sizes, "stages": [{name: size * GIB for name, size in gib.items()}]}
 
 
@@ -245,6 +246,22 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
     )
 
 
+def test_host_memory_has_offloaded_states_and_weights_in_their_types() -> None:
+    """Weights of 0.53 bytes, and trained parameters with gradients of 4 and states of 4 or 2.01 bytes."""
+    billion = 10**9 / GIB
+    policy = of_role(states=0, update=2)
+    offload = ("policy.cpu_offload=all", "run.checkpoint_every=10")
+    halves = eight_gpus(*offload, "policy.optimizer.state_dtype=bfloat16")
+    parts = host_memory(halves, Memory({"policy": policy}), ranks=8)
+    assert parts["policy"] == pytest.approx((4 + 4 + 4) * 8 * billion)
+    assert parts["checkpoint"] == pytest.approx((4 + 4) * 8 * billion + 8)
+    adapters = {"trained": 10**9, "weight_bytes": int(0.53 * 8 * 10**9)}
+    lora = ("model.lora.rank=8", "model.base_dtype=nf4", "policy.optimizer.state_dtype=int8")
+    memory = Memory({"policy": policy | {"sizes": policy["sizes"] | adapters}})
+    parts = host_memory(eight_gpus(*offload, *lora), memory, ranks=8)
+    assert parts["policy"] == pytest.approx((0.53 * 8 + 4 + 2.01) * billion)
+
+
 def small(*overrides: str) -> Config:
     return load(Path("config.yaml"), (*SMALL, "model.path=Qwen/Qwen2.5-0.5B-Instruct", *overrides))
 
@@ -408,6 +425,18 @@ def test_less_is_kept_on_a_gpu(documentation_workspace: Path, overrides: str) ->
     )
     assert memory.kept.get("policy", 0.0) < 0.4 * plain.kept["policy"]
     assert sum(memory.passes["policy.update"].values()) < sum(plain.passes["policy.update"].values())
+
+
+@pytest.mark.slow
+def test_low_bit_weights_are_counted_as_a_gpu_holds_them(documentation_workspace: Path) -> None:
+    """The host's memory takes this count where weights are offloaded."""
+    low_bit = ("model.lora.rank=16", "model.base_dtype=nf4", "policy.optimizer.state_dtype=int8")
+    memory = measure(small("policy.data_parallel=1", *low_bit))
+    assert not memory.problem
+    sizes = memory.roles["policy"]["sizes"]
+    assert sizes["weight_bytes"] < 1.5 * sizes["parameters"]
+    states = sizes["weight_bytes"] + 2.01 * sizes["trained"]
+    assert memory.kept["policy"] == pytest.approx(states / GIB, rel=0.01)
 
 
 @pytest.mark.slow

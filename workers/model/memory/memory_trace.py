@@ -41,11 +41,13 @@ from workers.config.roles import (
 )
 from workers.images.images import png_of
 from workers.images.placeholders import Placeholders
-from workers.model.checkpoint.lora import add_adapters
+from workers.model.checkpoint.lora import add_adapters, lower_base
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.losses.distillation import WholeLayer, as_numpy
+from workers.model.low_bit_linear import narrow_frozen
 from workers.model.memory.fake_gpu import DEVICE, FLASH, Ledger, fake_gpus
+from workers.model.model import PackedModel, compute_dtype
 from workers.model.optimizer.optimizer import optimizer_state
 from workers.model.rules.layer_sizes import kv_bytes
 from workers.model.sharding.stage_split import split_layers
@@ -152,8 +154,8 @@ def _become(ranks: int, rank: int) -> None:
 
 
 def _sizes(role: Role, parallel: ParallelConfig, longest: int) -> dict[str, Any]:
-    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes that an engine keeps
-    of a token, on average of the longest sequence.
+    """Count parameters, those trained, bytes of all weights as they are stored, layers of the fullest stage,
+    hidden size, bytes that an engine keeps of a token, on average of the longest sequence.
     """
     with _folder(role.description, 0, role.images.get("folder", "")) as path:
         packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
@@ -168,14 +170,23 @@ def _sizes(role: Role, parallel: ParallelConfig, longest: int) -> dict[str, Any]
     packed.set_trained(role.trains, role.model.train_vision)
     if role.model.lora.rank:
         add_adapters(packed.model, role.model.lora)
+        _lower_base(packed, role.model, parallel.tensor_parallel)
     trained = sum(parameter.numel() for parameter in packed.model.parameters() if parameter.requires_grad)
     return {
         "parameters": parameters,
         "trained": trained * role.trains,
+        "weight_bytes": sum(weight.nbytes for weight in packed.model.parameters()),
         "layers": layers,
         "hidden": text.hidden_size,
         "kv_bytes": kv_bytes(text, longest) / longest,
     }
+
+
+def _lower_base(packed: PackedModel, model: ModelConfig, tensor_parallel: int) -> None:
+    """Keep frozen weights in the types in which a run keeps them."""
+    lower_base(packed.model, model.base_dtype, tensor_parallel)
+    if model.base_dtype != "float32":
+        narrow_frozen(packed.model, compute_dtype(model.dtype, torch.device("cpu")), packed.tower)
 
 
 def _points(layer_counts: list[int], role: Role, layers: int, parallel: ParallelConfig) -> list[int]:
