@@ -51,6 +51,10 @@ FORMATS_OF_FILES = ("json", "parquet")  # of load_dataset, with one file of reco
 ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
 PROGRAM_IN_COMMENT = re.compile(r"^\s*#.*?\b(trl \w+)", re.M)
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
+LAUNCHER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|run|srun)|\$.*")
+"""Words that a program's file may follow, behind flags of the launcher."""
+FLAG_IN_COMMAND = re.compile(r"\s--[A-Za-z]")
+SHELL = re.compile(r"(?:.*/)?(?:ba|z)?sh")
 
 
 class Recipe(dict[str, Any]):
@@ -272,7 +276,7 @@ def _of_script(text: str, folder: Path) -> Recipe:
     """Return the key.sub=value words, or else `--key value` and `--flag`, over the file that they name."""
     script = ShellScript(text)
     try:
-        words = list(script.words())
+        words = list(_with_quoted_commands(list(script.words())))
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}.") from None
     overrides = dict(_overrides(words))
@@ -280,6 +284,17 @@ def _of_script(text: str, folder: Path) -> Recipe:
     recipe = Recipe(overrides or _flags(words), " ".join(names), script.notes)
     file = find_named_file(words, folder, recipe.notes)
     return _over_file(recipe, file) if file else recipe
+
+
+def _with_quoted_commands(words: Sequence[str]) -> Iterator[str]:
+    """Put the words of the command in `bash -c "..."` in its place. The flags before are the launcher's."""
+    for position, word in enumerate(words):
+        is_quoted = position > 1 and words[position - 1] == "-c" and SHELL.fullmatch(words[position - 2])
+        if is_quoted and FLAG_IN_COMMAND.search(word):
+            yield "--"
+            yield from ShellScript(word).words()
+        else:
+            yield word
 
 
 def _over_file(recipe: Recipe, path: Path) -> Recipe:
@@ -314,7 +329,13 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
     flags: dict[str, list[str]] = {}
     of_submission: list[str] = []  # `ray job submit --address A -- python train.py` has options of its own
     values: list[str] | None = None
+    awaits_program = False
     for word in words:
+        is_program = awaits_program and word.endswith(".py")
+        if word in ("\n", "-m") or is_program:
+            awaits_program = False
+        elif LAUNCHER.fullmatch(word) and not values:
+            awaits_program = True
         if flag := FLAG.fullmatch(word):
             of_submission.append(flag[1])
             values = flags[flag[1]] = [] if flag[2] is None else [flag[2]]
@@ -323,7 +344,7 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
         elif word == "submit":
             of_submission = []
             values = None
-        elif word in ENDS or word.endswith(".py") or ARRAY.fullmatch(word):
+        elif word in ENDS or is_program or ARRAY.fullmatch(word):
             if word == "--":
                 for name in of_submission:
                     flags.pop(name, None)

@@ -221,3 +221,40 @@ def test_limits_of_tools_stay_with_the_tools_that_the_user_is_asked_for(
     migration = migrate(read_recipe(["train.py"]))
     lines = [line for line in (*migration.open, *migration.without) if line.startswith("rollout.max_turns=5")]
     assert [("rollout.tools" in line, line in migration.open) for line in lines] == [(is_open, is_open)]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (
+            "python3 -m openrlhf.cli.train_ppo_ray --reward.remote_url a/b.py --x.y",
+            "reward.remote_url",
+            "a/b.py",
+        ),
+        ("ARGS=(\n --train.agent_func_path agent.py\n --x.y 1\n)", "train.agent_func_path", "agent.py"),
+        (
+            "F=reward.py\npython train.py --reward_funcs $F other.py",
+            "reward_funcs",
+            ["reward.py", "other.py"],
+        ),
+        ("ray job submit --address a -- python3 train.py --custom reward.py", "custom", "reward.py"),
+        ("--custom reward.py --size 1", "custom", "reward.py"),
+        ("torchrun --standalone train.py --size 1", "standalone", True),
+        ("python -m torch.distributed.run --nnodes 2 -m mod --hook f.py", "hook", "f.py"),
+    ],
+)
+def test_a_file_of_python_behind_a_flag_is_its_value(text: str, key: str, value: Any, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    assert read_recipe([str(script)])[key] == value
+
+
+def test_a_command_in_quotes_is_read_without_the_flags_of_its_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'LR=5e-7\nsrun --nodes=2 -w a bash -c "pip install ray \\\n && ray job submit --address=b -- python3 \\\n'
+        ' -m openrlhf.cli.train_ppo_ray --actor.adam.lr $LR --rollout.batch_size 64" &>> log\n'
+    )
+    recipe = read_recipe([str(script)])
+    assert dict(recipe) == {"actor.adam.lr": 5e-7, "rollout.batch_size": 64}
+    assert "openrlhf.cli.train_ppo_ray" in recipe.program
