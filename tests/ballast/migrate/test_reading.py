@@ -258,3 +258,11 @@ def test_a_command_in_quotes_is_read_without_the_flags_of_its_launcher(tmp_path:
     recipe = read_recipe([str(script)])
     assert dict(recipe) == {"actor.adam.lr": 5e-7, "rollout.batch_size": 64}
     assert "openrlhf.cli.train_ppo_ray" in recipe.program
+
+
+def test_who_shares_gpus_in_openrlhf_is_named_with_the_reason() -> None:
+    flags = "--train.colocate_actor_ref --train.colocate_critic_reward --actor.adam.lr 1e-6"
+    migration = migrate(read_recipe([f"python3 -m openrlhf.cli.train_ppo_ray {flags}"]))
+    assert migration.unknown == []
+    reasons = [line for line in migration.without if line.startswith("train.colocate_")]
+    assert len(reasons) == 2
