@@ -4,8 +4,6 @@ layout -> reserve pools -> engines | policy, reference, critic, reward model | r
        -> WorkerGroups -> end all
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,7 @@ from controller.actors.judge import Judge, JudgedScoring
 from controller.actors.layout import Pool, pools, role_requests, training_pool
 from controller.actors.resources import Reservation, reserve
 from controller.actors.rewards import RewardPool, Scoring
+from controller.actors.weight_transfer import WeightTransfer
 from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
@@ -36,7 +35,6 @@ from workers.batch.metrics import results
 from workers.config.model import ONLY_POLICY, LoraConfig, checkpointing_words
 from workers.config.roles import HTTP, RolloutConfig
 from workers.engine.requests import WeightLoad
-from workers.errors import LostError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.rendering import Renderer
 from workers.user_code.rewards import RewardFunction
@@ -53,9 +51,8 @@ class WorkerGroups:
     groups: dict[str, WorkerGroup]
     rollouts: EnginePool
     rewards: RewardPool
-    device_to_device: bool = False
+    transfer: WeightTransfer | None = None
     weight_deltas: bool = False
-    transfer_timeout_s: float = math.inf
     judge: Judge | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -105,15 +102,15 @@ class WorkerGroups:
         """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
 
         adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes
-        sleeping engines. Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
+        sleeping engines. Returns metrics. Raises LostError if a rank is lost meanwhile.
         """
         if not self.rollouts.actors:
             return {}
         if self.lora.sends_adapters:
             self._send_adapters(version, adapter)
             return {}
-        if self.device_to_device:
-            self.rollouts.receive_weights(lambda: self._with_engines("send_weights", version), version)
+        if self.transfer is not None:
+            self.transfer.send(version)
             return {}
         if not self.weight_deltas:
             weights, _ = self.policy.export_weights()
@@ -135,36 +132,14 @@ class WorkerGroups:
         """Free the weights and KV caches of engines that share GPUs. Call before a training pass."""
         self.rollouts.sleep()
 
+    def catch_up(self) -> None:
+        """Bring the current weights to replacements of lost engines, if weights travel between GPUs."""
+        self.send_weights(self.rollouts.fleet.version)
+
     def wake_engines(self) -> None:
         """Wake sleeping engines with the weights of their version. Call before generation."""
         if self.rollouts.asleep:
             self.send_weights(self.rollouts.fleet.version)
-
-    def connect_engines(self, placement: str, tensor_parallel: int) -> None:
-        """Connect ranks and engines for transfers between GPUs. Raises LostError as `send_weights`."""
-        self._with_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
-
-    def _with_engines(self, method: str, *args: Any) -> None:
-        """Call a method of the policy in which ranks and engines wait for each other.
-
-        The transfer has no watchdog: a rank would wait forever for a dead engine. So engines are polled
-        meanwhile.
-        """
-        deadline = time.monotonic() + self.transfer_timeout_s
-
-        def poll() -> None:
-            self.rollouts.check_alive()
-            if time.monotonic() > deadline:
-                raise LostError(
-                    f"policy.{method} did not finish within "
-                    f"resources.collective_timeout_s={self.transfer_timeout_s:g} s, and no engine says why."
-                )
-
-        try:
-            getattr(self.policy, method).remote(*args).result(meanwhile=poll)
-        except WorkerError:
-            self.rollouts.check_alive()  # a dead engine causes the rank's error
-            raise
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
         """Return every micro-step's time since the last call, by the rank's actor."""
@@ -225,7 +200,7 @@ def launch(
         sends_weights = "policy" in config.training_roles and not deltas and not lora.sends_adapters
         between_gpus = config.uses_gpus and sends_weights
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
-        engines = start.start_engines(environment, budget, live, replaceable=not between_gpus)
+        engines = start.start_engines(environment, budget, live, by_transfer=between_gpus)
         judge_engines = start.start_judge_engines() or engines
         reward_pool = start.make_reward_pool(rewards)
         judge = start.make_judge(judge_engines, parser) if parser else None
@@ -240,13 +215,9 @@ def launch(
         with start.waiting("reward workers"):
             reward_pool.wait_ready(config.resources.start_timeout_s)
         start.wait_for(engines, judge_engines)
-        timeout_s = config.resources.collective_timeout_s
-        worker_groups = WorkerGroups(
-            groups, engines, reward_pool, between_gpus, deltas, timeout_s, judge, lora
-        )
-        if between_gpus:
-            with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
-                worker_groups.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
+        transfer = start.connect(groups["policy"], engines) if between_gpus else None
+        worker_groups = WorkerGroups(groups, engines, reward_pool, transfer, deltas, judge, lora)
+        engines.catch_up = worker_groups.catch_up
         yield worker_groups
 
 
@@ -310,11 +281,9 @@ class _Launch:
         return group
 
     def start_engines(
-        self, environment: bytes, budget: RestartBudget | None, live: LiveMetrics | None, *, replaceable: bool
+        self, environment: bytes, budget: RestartBudget | None, live: LiveMetrics | None, *, by_transfer: bool
     ) -> EnginePool:
-        """Begin to start the policy's engines. replaceable: whether a lost one may be replaced: it may not if
-        sender and engines are connected for the whole run.
-        """
+        """Begin to start the policy's engines. by_transfer: whether weights travel between GPUs."""
         assert isinstance(self.config, Config)
         config = self.config
         colocated = config.rollout_placement == "colocated"
@@ -330,7 +299,7 @@ class _Launch:
             budget or RestartBudget(config.run.max_restarts),
             live or LiveMetrics(),
             front,
-            replaceable=replaceable,
+            by_transfer=by_transfer,
             colocated=colocated,
             start_timeout_s=config.resources.start_timeout_s,
             adapter_versions=config.model.lora.versions,
@@ -339,6 +308,21 @@ class _Launch:
         self.stack.callback(engines.stop)
         engines.start()
         return engines
+
+    def connect(self, policy: WorkerGroup, engines: EnginePool) -> WeightTransfer:
+        assert isinstance(self.config, Config)
+        config = self.config
+        transfer = WeightTransfer(
+            policy,
+            engines,
+            config.rollout_placement,
+            config.rollout.tensor_parallel,
+            config.resources.collective_timeout_s,
+            self.console.log,
+        )
+        with self.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
+            transfer.connect()
+        return transfer
 
     def wait_for(self, *pools: EnginePool) -> None:
         with self.waiting("engines, which load the model"):

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from controller.engines.fleet import FRUITLESS_DEATHS, UP, Fleet, State
+from controller.engines.transfer_group import Member
 from workers.config.model import ONLY_POLICY
 from workers.config.roles import RolloutConfig
 from workers.errors import BallastError, ConfigError, LostError, RolloutError
@@ -49,22 +50,24 @@ class RolloutEngines:
         config: RolloutConfig,
         fleet: Fleet,
         *,
-        replaceable: bool = True,
+        by_transfer: bool = False,
         colocated: bool = False,
         start_timeout_s: float = 600.0,
         adapter_versions: int = 1,
         name: str = "rollout",
         log: Callable[[str], None] = print,
     ) -> None:
-        """make: makes an actor from (replica, attempt). replaceable: whether a lost engine can be replaced
-        alone, False if weights travel between GPUs. colocated: whether engines sleep during training.
+        """make: makes an actor from (replica, attempt). by_transfer: whether weights travel between GPUs, in a
+        transfer that a replacement joins when it is up. colocated: whether engines sleep during training.
         adapter_versions: see `model.lora.versions`. name: of the role.
         """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
         self._starting: dict[int, ray.ObjectRef] = {}
         self._make = make
-        self._replaceable = replaceable
+        self._by_transfer = by_transfer
+        self._transferring = False
+        self._postponed: list[int] = []  # replacements that start after the transfer
         self._colocated = colocated
         self._log = log
         self._name = name
@@ -84,8 +87,13 @@ class RolloutEngines:
 
     @property
     def asleep(self) -> bool:
-        """Whether engines have freed their GPUs for training."""
-        return bool(self.fleet.in_state(State.ASLEEP))
+        """Whether all engines have freed their GPUs for training. A replacement sleeps while others serve."""
+        return bool(self.fleet.in_state(State.ASLEEP)) and not self.fleet.in_state(*UP)
+
+    @property
+    def present(self) -> tuple[Member, ...]:
+        """Engines that can take weights from a transfer."""
+        return tuple((replica, self._attempts[replica]) for replica in self.fleet.in_state(*UP))
 
     def start(self) -> None:
         self._starting = {replica: actor.start.remote() for replica, actor in self.actors.items()}
@@ -138,11 +146,20 @@ class RolloutEngines:
 
     def check_any_will_serve(self) -> None:
         """Raise RolloutError if no engine serves, starts or loads weights: waiting would never end."""
-        if not self.fleet.serving and not self._calls:
+        if not self.fleet.serving and not self._calls and not self._waiting_for_transfer:
             raise RolloutError(
                 f"no rollout engine has the weights of version {self.fleet.version}, and none is loading "
                 "them: an update was refused before."
             )
+
+    @property
+    def _waiting_for_transfer(self) -> list[int]:
+        return self.fleet.in_state(State.STALE, State.ASLEEP) if self._by_transfer else []
+
+    @property
+    def waits_for_weights(self) -> bool:
+        """Whether nothing serves, and replacements of lost engines wait for the next transfer."""
+        return not self.fleet.serving and not self._calls and bool(self._waiting_for_transfer)
 
     def on_lost(self, replica: int) -> None:
         """Called when an engine was lost, before another takes its place."""
@@ -153,36 +170,41 @@ class RolloutEngines:
 
     def lose(self, replica: int, cause: Exception | str) -> None:
         """Replace an engine. Raises RolloutError if a new one would die too or no restart is left, and
-        LostError if it cannot be replaced alone.
+        LostError if it was itself a replacement that did not come up, in a run whose weights travel between
+        GPUs: a restart of the run frees them.
         """
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")
         text = cause if isinstance(cause, str) else cause_of(cause)
+        failed_replacement = (
+            self._by_transfer and self._attempts[replica] > 0 and self.fleet.state(replica) is State.STARTING
+        )
         self.fleet.mark_lost(replica)
         self.on_lost(replica)
         self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
         ray.kill(self.actors[replica])
         lost = f"{self._name} replica {replica} was lost: {text}"
+        if failed_replacement:
+            raise LostError(f"{lost}; it was to replace a lost engine")
         if self.fleet.is_hopeless(replica):
             raise RolloutError(
                 f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample."
             )
-        if not self._replaceable:
-            raise LostError(lost)
         if not self.fleet.restart(replica):
             raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
         self._log(f"{lost}; starting a new one")
         self._attempts[replica] += 1
         self._restarted = True
         self.actors[replica] = self._make(replica, self._attempts[replica])
+        if self._transferring:
+            self._postponed.append(replica)  # its start needs memory in which weights are gathered now
+        else:
+            self._start_replacement(replica)
+
+    def _start_replacement(self, replica: int) -> None:
         started = self.actors[replica].start.remote()
-        self._watch(
-            replica,
-            started,
-            "starting its engine",
-            self._start_timeout_s,
-            partial(self._begin_loading, replica),
-        )
+        then = self._begin_joining if self._by_transfer else self._begin_loading
+        self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(then, replica))
 
     def take_restarted(self) -> bool:
         """Return whether an engine was replaced since the last call."""
@@ -238,30 +260,66 @@ class RolloutEngines:
             self.wait([])
             self.check_deadlines(())
 
-    def receive_weights(self, send: Callable[[], None], version: int) -> None:
+    def receive_weights(self, send: Callable[[], list[int]], version: int) -> None:
         """Wake sleeping engines and let `send` bring the weights `version` to all, between GPUs.
 
             memory for weights --> send --> memory for the KV cache --> they serve
 
-        Raises LostError for an engine lost meanwhile, and errors of `send`.
+        send: returns replicas that have the weights, none if it must be tried again without engines that
+        were lost in it. Raises errors of `send`, and as `lose`.
         """
-        # Not yet KV caches: the sender needs room to gather.
-        for replica in self._on_all(
-            "wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s
-        ):
-            self.fleet.wake(replica)
-        send()
-        if self._colocated:
-            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
+        woken: list[int] = []
+        receivers: list[int] = []
+        while not receivers:
+            self._start_postponed()
+            woken += self._wake_for_weights()
+            self._transferring = True
+            try:
+                receivers = send()
+            finally:
+                self._transferring = False
+        # Not earlier: the sender needs room to gather.
+        asleep = [replica for replica in receivers if replica in woken]
+        awake = [replica for replica in receivers if replica not in woken]
+        ready = awake + self._on_all("wake_kv_cache", asleep, self._start_timeout_s)
+        self._start_postponed()
         self.fleet.new_version(version)
-        for replica in self.fleet.in_state(State.STALE):
-            self.fleet.mark_updated(replica, version)
+        for replica in ready:
+            if self.fleet.state(replica) is State.STALE:
+                self.fleet.mark_updated(replica, version)
+
+    def _wake_for_weights(self) -> list[int]:
+        """Wake engines that sleep, and replacements too. Waits for a replacement if it shares a GPU, or is
+        alone.
+        """
+        woken: list[int] = []
+        while True:
+            self._settle()
+            asleep = self.fleet.in_state(State.ASLEEP)
+            if not asleep:
+                return woken
+            for replica in self._on_all("wake_for_weights", asleep, self._start_timeout_s):
+                self.fleet.wake(replica)
+                woken.append(replica)
+
+    def _settle(self) -> None:
+        """Wait for replacements that share a GPU with ranks, which may not compute meanwhile, or if no engine
+        is up.
+        """
+        while self._calls and (self._colocated or not self.fleet.in_state(*UP)):
+            self.wait([])
+            self.check_deadlines(())
+
+    def _start_postponed(self) -> None:
+        postponed = self._postponed
+        self._postponed = []
+        for replica in postponed:
+            self._start_replacement(replica)
 
     def sleep(self) -> None:
-        """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a
-        lost one.
-        """
-        if self._colocated:
+        """Free weights and KV caches of colocated engines until `receive_weights`. Raises as `lose`."""
+        while self._colocated and (self._calls or self.fleet.in_state(*UP)):
+            self._settle()
             for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
                 self.fleet.sleep(replica)
 
@@ -294,6 +352,14 @@ class RolloutEngines:
         for ref in self._calls:  # Ray prints errors of references that are never read
             with suppress(RayError):
                 ray.get(ref, timeout=POLL_SECONDS)
+
+    def _begin_joining(self, replica: int) -> None:
+        """Let a replacement wait for the next transfer: asleep, if ranks may use its GPU before."""
+        self.fleet.mark_waiting(replica)
+        if self._colocated:
+            slept = self.actors[replica].sleep.remote()
+            then = partial(self.fleet.sleep, replica)
+            self._watch(replica, slept, "going to sleep", self._start_timeout_s, then)
 
     def _begin_loading(self, replica: int) -> None:
         self.fleet.mark_started(replica)

@@ -117,6 +117,8 @@ class EnginePool(RolloutEngines):
         self._config = config
         self._live = live or LiveMetrics()
         self._front = front
+        self.catch_up: Callable[[], None] = lambda: None
+        """Brings the current weights to replacements, if no engine is left that has them."""
         self._generations: list[Generation] = []
         self._partial = PartialResponses()
         self._pumped = time.monotonic()
@@ -140,6 +142,8 @@ class EnginePool(RolloutEngines):
         Without engines, generation waits for a replacement. Raises as `lose`.
         """
         self.check_deadlines(self._busy())
+        if timeout_s and self.queued and self.waits_for_weights:  # without a time the ranks may be computing
+            self.catch_up()
         self._partial.look(
             {replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)}
         )

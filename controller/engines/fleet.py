@@ -87,6 +87,10 @@ class Fleet:
         """Record that the engine is up, with version 0."""
         self._move(replica, self._with_weights(0), State.STARTING)
 
+    def mark_waiting(self, replica: int) -> None:
+        """Record that the engine is up and serves nothing before it has got weights."""
+        self._move(replica, State.STALE, State.STARTING)
+
     def mark_updated(self, replica: int, version: int) -> None:
         """Record that the engine has loaded `version`, which may be outdated."""
         self._move(replica, self._with_weights(version), State.STALE)

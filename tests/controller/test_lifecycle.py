@@ -2,7 +2,6 @@
 needs.
 """
 
-import json
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -130,35 +129,6 @@ def once(actor: str, what: str, then: Callable[[], None], after: int) -> Callabl
                 then()
 
     return trouble
-
-
-@pytest.mark.drawn(3)
-@pytest.mark.parametrize("placement", ["colocated", "apart"])
-@pytest.mark.parametrize(
-    ("actor", "what", "times"),
-    [
-        ("rollout 1", "generate", 4),
-        ("rollout 1", "receive", 2),  # the sender is in the middle of a broadcast
-        ("policy dp=1", "update", 2),
-        ("policy dp=1", "send", 2),
-    ],
-)
-def test_an_engine_or_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpoint(
-    stand_ins: StandIns, run: Run, placement: str, actor: str, what: str, times: int
-) -> None:
-    world = stand_ins.world
-    world.trouble = once(actor, what, lambda: world.ray.actors[actor].die(), times)
-    overrides = (
-        f"rollout.placement={placement}",
-        "rollout.replicas=2",
-        "run.steps=4",
-        "run.checkpoint_every=1",
-    )
-    finished = run(*overrides, "data.validation=''")
-    assert finished.outcome.last_step == 4
-    assert any("was lost" in said and "restarting all roles" in said for said in finished.said)
-    recorded = [json.loads(line)["step"] for line in (finished.config.run_folder / "metrics.jsonl").open()]
-    assert recorded == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("what", "times"), [("generate", 4), ("receive", 2)])

@@ -4,7 +4,7 @@ sequences.
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from workers.config.roles import LossConfig, SupervisedLossConfig
 from workers.engine.placement import needs_frozen_tower
 from workers.engine.weights.weight_delta import DeltaPacker, Payload
 from workers.engine.weights.weight_transfer import pack_weights
-from workers.errors import ConfigError
+from workers.errors import ConfigError, WorkerError
 from workers.model.losses import make_policy_loss, make_sft_loss, make_sum_loss, weighted_log_probs
 from workers.model.losses.distillation import WholeLayer
 from workers.model.losses.returns import (
@@ -37,9 +37,15 @@ from workers.roles.model_worker import (
     token_column,
 )
 
+if TYPE_CHECKING:
+    from workers.engine.weights.gpu_transfer import WeightSender
+
 
 class PolicyWorker(TrainedWorker, TeacherWorker):
     """One rank of the policy, which may be its own teacher."""
+
+    _sender: "WeightSender | None" = None
+    _epoch = 0  # of the transfer group that it sends to
 
     def loss_function(self, loss: Any) -> Callable[..., Any]:
         """A `LossConfig` reads `advantages` and, if it needs them, `group_tokens` [B], and `old_log_probs`,
@@ -135,12 +141,17 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
             return self.log_probs(batch, plan)
 
     @dispatch(Split.ALL)
-    def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
-        """Connect to the engines, started actors, for transfers between GPUs. placement: `colocated` or
-        `apart`.
+    def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int, epoch: int) -> None:
+        """Connect to the engines, started actors, for transfers between GPUs, in place of those before.
+
+        placement: `colocated` or `apart`. epoch: the group's, which `send_weights` names.
         """
+        # Late, because it imports vLLM.
         from workers.engine.weights.gpu_transfer import WeightSender
 
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
         torch.distributed.broadcast_object_list(meeting)
         address, port = meeting[0]
@@ -158,14 +169,19 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
             address=address,
             port=port,
         )
+        self._epoch = epoch
 
     @dispatch(Split.ALL)
-    def send_weights(self, version: int) -> None:
-        """Send all weights as `version`. Raises RolloutError if an engine refuses them, LostError if one is
-        lost.
+    def send_weights(self, version: int, epoch: int) -> list[int]:
+        """Send all weights as `version` to the group of `epoch`. Returns positions of engines that were lost.
+
+        Raises RolloutError if an engine refuses them, WorkerError for another group.
         """
-        self._sender.send(version)
+        if self._sender is None or epoch != self._epoch:
+            raise WorkerError(f"transfer group {epoch} does not exist here: the last was {self._epoch}.")
+        lost = self._sender.send(version)
         self.free_cached_memory()
+        return lost
 
 
 class OfflinePolicyWorker(PolicyWorker):

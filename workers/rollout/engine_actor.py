@@ -15,6 +15,7 @@ from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +57,12 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 RECOMPUTE_SECONDS = 0.02  # between looks at requests whose keys and values are computed again
+
+
+class Update(Enum):
+    NONE = "no update goes on"
+    BEGUN = "vLLM's layers wait for weights"
+    RECEIVED = "weights have arrived, and were not put in place"
 
 
 class VllmEngineActor:
@@ -109,6 +116,7 @@ class VllmEngineActor:
             self._environments = EnvironmentPool(environment, environment_timeout_s)
         self._caches = KeptCaches(rollout)
         self._version = 0
+        self._update = Update.NONE
         self._update_began = 0.0
         self._recomputes = False
         self._loads: list[WeightLoad] = []
@@ -362,8 +370,14 @@ class VllmEngineActor:
         await self._answer("join the transfer", self.engine.init_weight_transfer_engine(request))
 
     async def begin_update(self) -> None:
+        """Hold requests and prepare for weights, also after an update that ended for a lost engine's sake."""
         await self._hold_requests()
-        await self._answer("prepare for new weights", self.engine.start_weight_update())
+        # vLLM refuses to begin twice.
+        if self._update is Update.RECEIVED:
+            await self._finish_weights(self._version)
+        if self._update is Update.NONE:
+            await self._answer("prepare for new weights", self.engine.start_weight_update())
+        self._update = Update.BEGUN
 
     async def _hold_requests(self) -> None:
         self._update_began = time.time()
@@ -375,14 +389,20 @@ class VllmEngineActor:
         """Fetch weights. update_info: the backend's. Raises as `update_weights`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        self._update = Update.NONE  # an error ends vLLM's update
         await self._answer(
             "load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info))
         )
+        self._update = Update.RECEIVED
 
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under `version` and resume requests, which stay paused after an error."""
-        await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
+        await self._finish_weights(version)
         await self._resume(version)
+
+    async def _finish_weights(self, version: int) -> None:
+        await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
+        self._update = Update.NONE
 
     async def _resume(self, version: int) -> None:
         held = unfinished_tokens(self.engine) if self._recomputes else {}

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
+from tests.controller.stand_ins.local_ray import LocalActor, LocalRay, NeverReturnsError
 from workers.batch.metrics import Metric, Metrics
 from workers.batch.score import Score
+from workers.errors import LostError
 from workers.model.checkpoint.checkpoint_folder import (
     Manifest,
     check_json,
@@ -28,6 +29,7 @@ from workers.model.checkpoint.checkpoint_folder import (
     unfinished_folder,
 )
 
+GPU_OWNERSHIPS = ("weights", "kv_cache", "states", "working", "cached")
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
 TOKENS = 3  # of every response
 FIRST_LOG_PROB, MOVE = -1.0, -0.25  # of a token at the first weights, and what an optimiser step does to it
@@ -93,6 +95,7 @@ class World:
         self.answer: Callable[[int], tuple[int | list[int], str]] = lambda seed: (TOKENS, "stop")
         self.prompt: list[int] = []
         self.turns: list[tuple[str, list[int], list[int]]] = []
+        self.broadcast: list[LocalActor] = []  # engines of the present communicator, with `apart`
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
 
@@ -110,6 +113,10 @@ class World:
         if not self.ray.running[-1].lives:
             raise RuntimeError(f"{self.actor} died")
 
+    def bury(self, actor: LocalActor) -> None:
+        """What a dead process owned is free."""
+        self.ledger.give(actor.gpus, actor.name, *GPU_OWNERSHIPS)
+
     def empty_cache(self) -> None:
         self.event("free")
         self.ledger.give(self.gpus, self.actor, "cached")
@@ -126,8 +133,10 @@ class StandInVllm:
         self._cached: dict[tuple[str, str], int] = {}  # versions of keys and values, by salt and adapters
         self._adapters: dict[int, str] = {}
         world.event("start")
-        world.ledger.take(world.gpus, world.actor, "weights", beside=())
-        world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
+        # A replacement starts beside a trained model, when no rank computes.
+        beside = ("states",) if " restart " in world.actor else ()
+        world.ledger.take(world.gpus, world.actor, "weights", beside=beside)
+        world.ledger.take(world.gpus, world.actor, "kv_cache", beside=beside)
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30, get_num_experts=lambda: 4)
         self.errored = False
         self.engine_core, self.output_processor = self, SimpleNamespace(request_states={})
@@ -162,6 +171,9 @@ class StandInVllm:
         assert self._updating and "weights" in self._owned()
         self._received.update(request.update_info.get("names", WEIGHTS))
         self._world.event("receive")
+        if not all(actor.lives for actor in self._world.broadcast):
+            self._updating = False
+            raise TimeoutError("a member of the communicator is missing")
 
     async def finish_weight_update(self, weight_version: str) -> None:
         assert self._updating
@@ -361,28 +373,38 @@ class StandInEngine:
 class StandInSender:
     """`WeightSender` with the calls that vLLM's trainer side makes, and nothing sent."""
 
-    def __init__(self, world: World, engines: Sequence[Any], weights: Callable[[], Any], rank: int) -> None:
+    def __init__(
+        self, world: World, placement: str, engines: Sequence[Any], weights: Callable[[], Any], rank: int
+    ) -> None:
         from workers.engine.weights.gpu_transfer import EngineClient
 
         self._world, self._weights, self._rank = world, weights, rank
-        self._client = EngineClient(engines, tensor_parallel=1)
+        self._client = EngineClient(engines, tensor_parallel=1, together=placement == "apart")
+        self._client.abort = lambda: world.ledger.record(world.actor, "abort")
         world.event("connect")
         if rank == 0:
-            self._client.init_weight_transfer_engine({})
+            world.broadcast = list(engines) if placement == "apart" else []
+            try:
+                self._client.init_weight_transfer_engine({})
+            except LostError as error:
+                if placement == "colocated":
+                    raise
+                raise NeverReturnsError from error  # rank 0 waits for the member that does not come
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> list[int]:
         self._world.event("send")
         self._client.version = version
         if self._rank:
             list(self._weights())
-            return
+            return []
         self._client.start_weight_update()
         names = [name for name, _ in self._weights()]
-        try:
-            self._client.update_weights({"names": names})
-        except Exception as error:
-            raise NeverReturnsError from error  # the broadcast that the engine does not join any more
+        self._client.update_weights({"names": names})
         self._client.finish_weight_update()
+        return sorted(self._client.lost)
+
+    def close(self) -> None:
+        self._world.ledger.record(self._world.actor, "disconnect")
 
 
 class StandInReward:

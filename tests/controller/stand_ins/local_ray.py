@@ -54,6 +54,7 @@ class LocalActor:
 
     def die(self) -> None:
         self.lives = False
+        self.local.on_death(self)
 
     def __getattr__(self, name: str) -> "LocalMethod":
         return LocalMethod(self, name)
@@ -111,6 +112,7 @@ class LocalRay:
     def __init__(self, stand_ins: dict[type, type]) -> None:
         self.actors: dict[str, LocalActor] = {}
         self.running: list[LocalActor] = []
+        self.on_death: Callable[[LocalActor], None] = lambda actor: None
         self._stand_ins = stand_ins
         self._loop, self._one = asyncio.new_event_loop(), threading.RLock()
 

@@ -87,6 +87,7 @@ class StandIns:
         self._monkeypatch = monkeypatch
         self.world = world = World()
         world.ray = LocalRay({RewardWorker: StandInReward})
+        world.ray.on_death = world.bury
         world.ray.install(monkeypatch)
         monkeypatch.setattr("controller.actors.launch.reserve", self._reserve)
         monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
@@ -103,7 +104,7 @@ class StandIns:
             workers.engine.weights.gpu_transfer,
             "WeightSender",
             lambda placement, engines, weights, metadata, *, rank, **_: StandInSender(
-                world, engines, weights, rank
+                world, placement, engines, weights, rank
             ),
         )
         monkeypatch.setattr(VllmEngineActor, "_build", lambda worker: StandInVllm(world))

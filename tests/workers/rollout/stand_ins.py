@@ -140,18 +140,26 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
     assert not races.races and not races.borrowed, [*races.races[:3], *races.borrowed[:3]]
 
 
-def call_local(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+def call_local(
+    engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]], *, together: bool = False
+) -> set[int]:
     """`workers.engine.weights.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
     pool = ThreadPoolExecutor(len(engines))
-    waiting = {
+    calls = [
         pool.submit(getattr(engine, method), *each) for engine, each in zip(engines, arguments, strict=True)
-    }
+    ]
     pool.shutdown(wait=False)
-    while waiting:
+    lost: set[int] = set()
+    waiting = set(calls)
+    while waiting and not (together and lost):
         done, waiting = wait(waiting, TIMEOUT_S, FIRST_COMPLETED)
         assert done, f"{method} hangs"
         for future in done:
-            future.result()
+            try:
+                future.result()
+            except LostError:
+                lost.add(calls.index(future))
+    return lost
 
 
 class Loop:

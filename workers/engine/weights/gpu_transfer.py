@@ -30,49 +30,69 @@ NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class EngineClient:
-    """vLLM's `VLLMWeightSyncClient` protocol over `VllmEngineActor` actors."""
+    """vLLM's `VLLMWeightSyncClient` protocol over `VllmEngineActor` actors.
 
-    def __init__(self, engines: Sequence[Any], tensor_parallel: int) -> None:
+    A lost engine raises nothing here: ranks other than zero would wait in a gather for ever. It is left out,
+    and the others go on, unless they share a broadcast (`together`): that is aborted for all.
+    """
+
+    def __init__(self, engines: Sequence[Any], tensor_parallel: int, *, together: bool) -> None:
         self._engines = engines
         self._tensor_parallel = tensor_parallel
+        self._together = together
         self.version = 0
+        self.lost: set[int] = set()  # positions of engines that were lost in the last update
         self.failure: BallastError | None = None  # of the last update
-        self.on_failure: Callable[[], None] = lambda: None
+        self.abort: Callable[[], None] = lambda: None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Raises LostError for a lost engine."""
         infos = [init_info] * len(self._engines)
         if "rank_offset" in init_info:
             # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are
             # separate.
             offsets = itertools.count(init_info["rank_offset"], self._tensor_parallel)
             infos = [info | {"rank_offset": offset} for info, offset in zip(infos, offsets, strict=False)]
-        call_replicas(self._engines, "init_transfer", [(info,) for info in infos])
+        lost = call_replicas(self._engines, "init_transfer", [(info,) for info in infos])
+        if lost:
+            raise LostError(f"engines {sorted(lost)} of the transfer group were lost while it met.")
 
     def start_weight_update(self) -> None:
         self.failure = None
-        call_replicas(self._engines, "begin_update", [()] * len(self._engines))
+        self.lost = set()
+        self._call("begin_update")
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """With nccl in a thread, while the trainer broadcasts. A failure ends the broadcast by
-        `on_failure`.
-        """
+        """With nccl in a thread, while the trainer broadcasts. A failure or a loss aborts the broadcast."""
         try:
-            call_replicas(self._engines, "receive_update", [(update_info,)] * len(self._engines))
+            self._call("receive_update", update_info)
         except BallastError as error:
             self.failure = error
-            self.on_failure()
+            self.abort()
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Resume under `self.version`: vLLM's trainer side does not pass the version through."""
-        call_replicas(self._engines, "finish_update", [(self.version,)] * len(self._engines))
+        self._call("finish_update", self.version)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._together and self.lost:
+            return
+        positions = [position for position in range(len(self._engines)) if position not in self.lost]
+        engines = [self._engines[position] for position in positions]
+        lost = call_replicas(engines, method, [arguments] * len(engines), together=self._together)
+        self.lost |= {positions[index] for index in lost}
+        if self._together and self.lost:
+            self.abort()
 
 
-def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Call `method` of every replica with its arguments and wait for all.
+def call_replicas(
+    engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]], *, together: bool = False
+) -> set[int]:
+    """Call `method` of every replica with its arguments and wait for all. Returns positions of lost actors.
 
-    Raises at the first failure, because the others may wait for that replica: our errors unchanged, LostError
-    for a lost actor, RolloutError otherwise.
+    together: returns at the first lost one, for which the others may wait. Raises at the first failure: our
+    errors unchanged, RolloutError otherwise.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -82,18 +102,23 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple
         for engine, call_arguments in zip(engines, arguments, strict=True)
     ]
     replicas = {ref: replica for replica, ref in enumerate(refs)}
-    while refs:
+    lost: set[int] = set()
+    while refs and not (together and lost):
         (done,), refs = ray.wait(refs, num_returns=1)
         try:
             ray.get(done)
         except RayTaskError as error:
-            if isinstance(error.cause, BallastError):
+            if isinstance(error.cause, LostError):
+                lost.add(replicas[done])
+            elif isinstance(error.cause, BallastError):
                 raise error.cause from error
-            raise RolloutError(
-                f"rollout replica {replicas[done]} failed in {method}: {error.cause!r}"
-            ) from error
-        except RayError as error:
-            raise LostError(f"rollout replica {replicas[done]} was lost in {method}: {error}") from error
+            else:
+                raise RolloutError(
+                    f"rollout replica {replicas[done]} failed in {method}: {error.cause!r}"
+                ) from error
+        except RayError:
+            lost.add(replicas[done])
+    return lost
 
 
 class GatheredWeights(WeightSource):
@@ -155,7 +180,7 @@ class WeightSender:
         zero, for `apart`.
         buffer_bytes: sent at a time.
         """
-        self._client = EngineClient(engines, tensor_parallel)
+        self._client = EngineClient(engines, tensor_parallel, together=placement == "apart")
         source = GatheredWeights(weights, metadata)
         info: TrainerInitInfo
         self._segments: Callable[[], AbstractContextManager[None]] = (
@@ -178,23 +203,33 @@ class WeightSender:
         self._trainer_side = WeightTransferTrainerFactory.trainer_init(
             info, client=self._client, source=source
         )
-        # vLLM ends the communicator by aborting it, which also ends a broadcast that waits for a lost engine.
-        self._client.on_failure = self._trainer_side.shutdown
+        self._client.abort = self._abort
 
-    def send(self, version: int) -> None:
+    def send(self, version: int) -> list[int]:
         """Send the weights to all engines as `version`. Collective over the policy's ranks.
 
-        Raises on rank zero, and cannot be used afterwards: RolloutError if an engine refuses the update,
-        LostError if an engine is lost.
+        Returns positions of lost engines, on rank zero. With `colocated` the others have the weights. With
+        `apart` none has, and the group cannot be used afterwards. Raises RolloutError on rank zero if an
+        engine refuses the update.
         """
         self._client.version = version
+        self._client.lost = set()
         try:
             with self._segments():
                 self._trainer_side.send_weights()
         except Exception as error:
             if self._client.failure is not None and error is not self._client.failure:
                 raise self._client.failure from error  # the broadcast broke because of it
-            raise
+            if not self._client.lost:
+                raise
+            # The aborted broadcast said so, after all weights were gathered or with every rank's collective.
+        return sorted(self._client.lost)
+
+    def _abort(self) -> None:
+        """Leave the broadcast, which would wait for a lost engine. vLLM then gathers on, as other ranks do."""
+        group = getattr(self._trainer_side, "model_update_group", None)
+        if group is not None:
+            group.destroy()
 
     def close(self) -> None:
         self._trainer_side.shutdown()
