@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from balancing import CostModel
 from balancing.basics.compiled import telling_of_compilation
 from controller.checkpoints.checkpoint_writer import CheckpointWriter
+from controller.checkpoints.peer_copies import copies_of
 from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.config.offline import OfflineConfig
@@ -246,6 +247,9 @@ def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
     if settings.checkpoint_every and step % settings.checkpoint_every == 0:
         with run.record.phase("checkpoint"):
             run.checkpoints.begin(run.progress, run.save_beside)
+    if settings.peer_copies and step % settings.peer_copies == 0:
+        with run.record.phase("peer copies"):
+            copies_of(run.folder).begin(run.roles, run.progress, run.record.console.log)
 
 
 def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:

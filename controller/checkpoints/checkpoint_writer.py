@@ -11,6 +11,7 @@ from typing import Any
 
 from controller.actors.launch import WorkerGroups
 from controller.actors.worker_group import GroupMethod
+from controller.checkpoints.peer_copies import copies_of
 from controller.checkpoints.progress import (
     FOLDER,
     Progress,
@@ -103,6 +104,8 @@ def resume(
     data: identity of the training data, see run.on_data_change. Raises CheckpointError if there are
     checkpoints and none loads, because a fresh start would overwrite them.
     """
+    if config.run.peer_copies and (progress := _resume_from_memory(config, roles, log)):
+        return progress
     if config.run.resume == "never":
         return Progress(data=data)
     folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
@@ -124,6 +127,7 @@ def resume(
         log(f"going on from {path}")
         if config.run.resume == "auto":
             _remove_later(roles, path, progress.step)
+            copies_of(folder).drop_after(progress.step)
         if config.run.on_data_change == "restart" and differences(data, progress.data):
             log("the training data differ from the checkpoint's: they start again at their first prompt")
             progress = replace(progress, position=0, active=[], samples="", replay="", sampler=None)
@@ -133,6 +137,20 @@ def resume(
             f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded."
         )
     return Progress(data=data)
+
+
+def _resume_from_memory(
+    config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], None]
+) -> Progress | None:
+    """Continue after a loss from the copies in memory. Returns None if there are none."""
+    folder = config.run_folder.resolve()
+    saved_steps = [manifest.step for _, manifest in complete(folder / FOLDER)]
+    copies = copies_of(folder)
+    progress = copies.restore(roles, max(saved_steps, default=-1), log)
+    if progress is not None:
+        copies.drop_after(progress.step)
+        _remove_later(roles, checkpoint_path(folder, progress.step), progress.step)
+    return progress
 
 
 def _remove_later(roles: WorkerGroups, path: Path, step: int) -> None:

@@ -44,6 +44,12 @@ CONDITIONS: Conditions = {
         ),
     ),
     "several ranks": ("several training ranks", lambda c: c.training_workers > 1),
+    "copies in memory": (
+        "run.max_restarts above 0, rollout.max_staleness=0 and batch.replay.share=0",
+        lambda c: (
+            c.run.max_restarts > 0 and not (c.samples and (c.rollout.max_staleness or c.batch.replay.share))
+        ),
+    ),
     "reference": (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
         lambda c: c.algorithm.loss.kl_coefficient > 0 or c.algorithm.kl_in_reward.coefficient > 0,

@@ -21,6 +21,7 @@ from workers.errors import ConfigError
 
 TRAINING_KEYS = """
     run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
+    run.peer_copies
     run.log_completions run.record_samples run.step run.metrics
     batch. algorithm. reference. teacher. critic. tracking.
     data.shuffle data.curriculum data.sampler reward.overlong_ reward.truncated reward.shaping

@@ -14,6 +14,7 @@ class BaseRunConfig:
     only_with: ClassVar[tuple[tuple[str, str], ...]] = (
         (".checkpoint_every above 0", "keep_checkpoints"),
         (".resume other than never", "on_data_change"),
+        ("copies in memory", "peer_copies"),
     )
 
     name: str = setting(
@@ -41,6 +42,14 @@ class BaseRunConfig:
         "",
         "Hugging Face repository, `owner/name`, to upload the model to at the end, with its adapters and "
         "critic if any. Needs a token (`hf auth login`, or HF_TOKEN). A new repository is private.",
+    )
+    peer_copies: int = setting(
+        0,
+        "Copy every rank's training state to host memory of its node and of the next one every this many "
+        "steps. After losing a training worker, the run continues from these copies if they are complete, "
+        "else from the last checkpoint. Each node holds two copies of each state, with several nodes four. "
+        "0 copies nothing.",
+        minimum=0,
     )
     resume: str = setting(
         "never",

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from balancing import BalancingError
 from controller.actors.cluster_address import check_cluster, cluster_address, set_local_token
 from controller.actors.layout import idle_gpus, sum_reserved
+from controller.checkpoints.peer_copies import stop_copies
 from controller.checkpoints.progress import checkpoints_at
 from controller.checkpoints.run_lock import lock_run
 from controller.config import TrainingConfig, to_yaml
@@ -217,28 +218,34 @@ def recovering(
 ) -> Found:
     """Return `attempt(config, budget)`, repeated after each LostError with a config that resumes.
 
-    Raises LostError, the cause first, if run.checkpoint_every is 0 or run.max_restarts are used up.
+    Raises LostError, the cause first, if run.checkpoint_every and run.peer_copies are 0, or if
+    run.max_restarts are used up.
     """
     budget = RestartBudget(config.run.max_restarts)
-    while True:
-        try:
-            return attempt(config, budget)
-        except LostError as error:
-            if not config.run.checkpoint_every:
-                raise LostError(
-                    f"{clause(error)}; a run with run.checkpoint_every above 0 would continue."
-                ) from error
-            if budget.left <= 0:
-                raise LostError(
-                    f"{clause(error)}; all of run.max_restarts={budget.limit} are used up."
-                ) from error
-            budget.recoveries += 1
-            config = resuming(config)
-            log(f"{clause(error)}; restarting all roles")
+    try:
+        while True:
+            try:
+                return attempt(config, budget)
+            except LostError as error:
+                _check_recoverable(config, budget, error)
+                budget.recoveries += 1
+                config = resuming(config)
+                log(f"{clause(error)}; restarting all roles")
+    finally:
+        stop_copies(config.run_folder)
+
+
+def _check_recoverable(config: TrainingConfig, budget: RestartBudget, error: LostError) -> None:
+    if not config.run.checkpoint_every and not config.run.peer_copies:
+        raise LostError(
+            f"{clause(error)}; a run with run.checkpoint_every above 0 would continue."
+        ) from error
+    if budget.left <= 0:
+        raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
 
 
 def resuming(config: Settings) -> Settings:
-    if not checkpoints_at(config.run_folder):
+    if not config.run.peer_copies and not checkpoints_at(config.run_folder):
         return config
     going_on = copy(config)
     going_on.run = replace(config.run, resume="auto")

@@ -286,9 +286,12 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
             parts[role] = (size["weight_bytes"] + trained) * share / GIB
         elif _offloads_optimizer(config, role):
             parts[role] = 8 * size["trained"] * share / GIB
+    copied = sum((4 + _state_bytes(config, role)) * size["trained"] for role, size in sizes.items())
     if config.run.checkpoint_every:  # the copy being written, and a file of 1 GiB a rank
-        copied = sum((4 + _state_bytes(config, role)) * size["trained"] for role, size in sizes.items())
         parts["checkpoint"] = copied * share / GIB + ranks
+    if config.run.peer_copies:  # two generations for each holding node, and the copy that is being sent
+        copies = 3 if ranks == config.training_workers else 5
+        parts["peer copies"] = copies * copied * share / GIB
     if config.rollout.weight_sync == "delta":  # rank 0's copy, whole weights and deltas in the object store
         parts["weights for engines"] = 6 * sizes["policy"]["parameters"] / GIB
     if config.rollout_placement == "colocated":  # in pinned memory, also at level 2

@@ -115,3 +115,26 @@ def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
     assert differences(run, usual[name]) == []
     lines = (run.config.run_folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+IN_MEMORY = (*SETTINGS["critic"], "run.checkpoint_every=0", "run.peer_copies=1")
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_rank_killed_without_a_checkpoint_continues_from_memory(
+    ray_session, settings: list[str], role: str
+) -> None:
+    """It is struck in step 4. The model is bit by bit the undisturbed run's."""
+    usual = run_with(overrides(settings, f"usual-memory-{role}", *IN_MEMORY), {})
+    given = overrides(settings, f"kill-memory-{role}", *IN_MEMORY)
+    run = run_with(given, {4: faults.kill_rank(role)})
+    assert run.last["restarts/recoveries"] == 1
+    assert any("going on from step 3 in memory" in text for text in run.said), run.said
+    assert len(run.outcome.steps) == 1  # step 4
+    assert not (run.config.run_folder / "checkpoints").exists()
+    assert differences(run, usual) == []
+    for name in ("model", "critic"):
+        file = f"{name}/model.safetensors"
+        assert (run.config.run_folder / file).read_bytes() == (usual.config.run_folder / file).read_bytes()
+    lines = (run.config.run_folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]

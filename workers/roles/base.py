@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workers import allocator
-from workers.batch.dispatch import RankCoordinates, Split, dispatch
+from workers.batch.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.errors import ConfigError
 from workers.model.sharding.parallel import process_group_backend
 from workers.network import use_rays_interface
@@ -56,6 +56,12 @@ class Worker:
         return f"{self.role} dp={self.coordinates.dp}" + "".join(
             f" {name}={place}" for name, place in places if place
         )
+
+    @dispatch(Split.ALL, Join.LIST)
+    def node_id(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def address(self) -> tuple[str, int]:
         import ray

@@ -71,6 +71,7 @@ class ModelWorker(Worker):
             "check_numerics": True,
         }
         self._models = models or {"": model}
+        self._sent_copies: list[Any] = []
         self.unread = (ROUTED_EXPERTS,) if model.router_replay == "none" else ()
 
     @dispatch(Split.ALL)
@@ -191,6 +192,27 @@ class TrainedWorker(ModelWorker):
             for state in [states.current] if policy else states.all.values():
                 clear_state(state.optimizer)
         return extra
+
+    @dispatch(Split.ALL)
+    def send_copies(self, step: int, extra: dict[str, Any], holders: list[list[Any]]) -> None:
+        """Copy this rank's state, and start to send it to its holders. holders: actors, by rank."""
+        import ray
+
+        # The last copies must be complete before older ones are dropped. A lost holder is the driver's matter.
+        if self._sent_copies:
+            ray.wait(self._sent_copies, num_returns=len(self._sent_copies))
+        copy = ray.put(self.engine.checkpointer.copy(extra))
+        index = self.coordinates.index
+        self._sent_copies = [holder.hold.remote(self.role, index, step, copy) for holder in holders[index]]
+
+    @dispatch(Split.ALL, Join.RANK_ZERO)
+    def load_copies(self, step: int, holders: list[Any]) -> dict[str, Any]:
+        """Load this rank's copy, and return the driver's `extra`. holders: an actor for each rank."""
+        import ray
+
+        index = self.coordinates.index
+        copy = ray.get(holders[index].read.remote(self.role, index, step))
+        return self.engine.checkpointer.load_copy(copy)
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:

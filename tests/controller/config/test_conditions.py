@@ -196,6 +196,11 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ),
     ("reasoning", [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]], [[]]),
     ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
+    (
+        "copies in memory",
+        [[]],
+        [["run.max_restarts=0"], ["rollout.max_staleness=1"], ["batch.replay.share=0.5"]],
+    ),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
     ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),
     (

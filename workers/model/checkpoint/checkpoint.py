@@ -16,7 +16,7 @@ of the optimiser come from the run's configuration.
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from workers.errors import CheckpointError, clause
 from workers.model.checkpoint.checkpoint_folder import (
@@ -52,6 +54,15 @@ log = logging.getLogger(__name__)
 
 # A file is serialised in memory before it is written: extra memory of a save on each rank.
 SHARD_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class RankCopy:
+    """A rank's state in memory. numbers: of each policy. extra: JSON of the caller. tensors: safetensors."""
+
+    numbers: dict[str, Any]
+    extra: dict[str, Any]
+    tensors: bytes
 
 
 class Checkpointer:
@@ -155,6 +166,34 @@ class Checkpointer:
         self._states.resume({name: numbers[stored] for name, stored in names.items()})
         return manifest
 
+    def copy(self, extra: dict[str, Any]) -> RankCopy:
+        """Return a copy of this rank's state in host memory. extra: see `Manifest`."""
+        names = {name: name for name in self._states.all}
+        numbers = {name: self._states.numbers(name) for name in names}
+        state = self._trained_state(names, copies=True) | _random_state(self._device)
+        # Shards may share storage, which safetensors refuses.
+        tensors = {name: _local(tensor).cpu().clone().contiguous() for name, tensor in state.items()}
+        return RankCopy(numbers, extra, safetensors_torch.save(tensors))
+
+    def load_copy(self, copy: RankCopy) -> dict[str, Any]:
+        """Load a copy of this rank in a run of the same configuration. Returns its `extra`.
+
+        Raises CheckpointError on all ranks, before any changes, if one rank's copy is of another model.
+        """
+        self.wait()
+        tensors = safetensors_torch.load(copy.tensors)
+        self._states.hold(copy.numbers)
+        names = {name: name for name in copy.numbers}
+        random_state = _random_state(self._device)
+        state = self._trained_state(names, copies=True)
+        local_state = {name: _local(tensor) for name, tensor in state.items()}
+        self._on_all_ranks(lambda: _check_same_shards(local_state | random_state, tensors))
+        for name, tensor in local_state.items():
+            tensor.copy_(tensors[name])
+        _set_random_state({name: tensors[name] for name in random_state}, self._device)
+        self._states.resume(copy.numbers)
+        return copy.extra
+
     def _trained_state(self, policies: Mapping[str, str], *, copies: bool) -> dict[str, Tensor]:
         """Return the engine's own tensors, a tied one once. policies: their names in a file. copies: include
         those that another stage holds, too.
@@ -192,6 +231,22 @@ class Checkpointer:
                 return check()
             except OSError as error:
                 raise CheckpointError(str(error)) from error
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_same_shards(wanted: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    for name in sorted(wanted.keys() | stored.keys()):
+        forms = [
+            (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else "none"
+            for tensors in (wanted, stored)
+        ]
+        if forms[0] != forms[1]:
+            raise CheckpointError(
+                f"a copy in memory is of another model: {name} has {forms[1]} there and {forms[0]} here."
+            )
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):

@@ -354,3 +354,38 @@ def test_a_folder_and_a_pipe_are_no_manifest(make, tmp_path):
     make(tmp_path / MANIFEST)
     with pytest.raises(CheckpointError, match="is not a file"):
         read_manifest(tmp_path)
+
+
+def copy_and_continue_on_ranks(model: str, offload: bool) -> tuple[dict, dict, list, list, dict]:
+    """Weights of an engine, and of one that loaded its copy from before it continued. Their draws."""
+    engine = build(model, offload)
+    train(engine, range(2))
+    torch.manual_seed(dist.get_rank())
+    copy = pickle.loads(pickle.dumps(engine.checkpointer.copy({"prompts": 96})))
+    draws = torch.rand(3).tolist()
+    train(engine, range(2, 5))
+    restored = build(model, offload)
+    extra = restored.checkpointer.load_copy(copy)
+    restored_draws = torch.rand(3).tolist()
+    train(restored, range(2, 5))
+    return weights(engine), weights(restored), draws, restored_draws, extra
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_copy_in_memory_continues_bit_by_bit_on_every_rank(model, ranks: RankPool, offload):
+    for rank in ranks.run(copy_and_continue_on_ranks, 2, model, offload):
+        usual, restored, draws, restored_draws, extra = rank
+        assert usual.keys() == restored.keys()
+        assert all(torch.equal(usual[name], restored[name]) for name in usual)
+        assert draws == restored_draws
+        assert extra == {"prompts": 96}
+
+
+def test_a_copy_of_another_model_changes_nothing(model, tmp_path):
+    engine = build(model)
+    before = weights(engine)
+    other_model = save_tiny_model(tmp_path / "other", intermediate_size=48)
+    copy = build(other_model).checkpointer.copy({})
+    with refused("another model", CheckpointError):
+        engine.checkpointer.load_copy(copy)
+    assert_same(weights(engine), before)
