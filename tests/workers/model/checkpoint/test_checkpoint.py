@@ -384,7 +384,7 @@ def test_a_copy_in_memory_continues_bit_by_bit_on_every_rank(model, ranks: RankP
 def test_a_copy_of_another_model_changes_nothing(model, tmp_path):
     engine = build(model)
     before = weights(engine)
-    other_model = save_tiny_model(tmp_path / "other", intermediate_size=48)
+    other_model = save_tiny_model(tmp_path / "other", intermediate_size=80)
     copy = build(other_model).checkpointer.copy({})
     with refused("another model", CheckpointError):
         engine.checkpointer.load_copy(copy)
