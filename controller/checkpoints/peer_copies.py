@@ -3,8 +3,8 @@
 complete step --every run.peer_copies--> each rank's bytes --> a process on its node, one on the next node
 lost rank --> the newest step that all ranks of all roles have --> new ranks read their bytes
 
-Invariants of the decisions: a rank's copies are on different nodes. A restored step is the same for all ranks,
-and the newest such step. Each rank reads from a process that holds this step.
+Invariants of the decisions: a rank's copies are on different nodes. A restored step is the newest that all
+ranks have. Each rank reads from a process that holds this step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -57,8 +57,8 @@ class RolloutEngines:
         name: str = "rollout",
         log: Callable[[str], None] = print,
     ) -> None:
-        """make: makes an actor from (replica, attempt). by_transfer: whether weights travel between GPUs, in a
-        transfer that a replacement joins when it is up. colocated: whether engines sleep during training.
+        """make: makes an actor from (replica, attempt). by_transfer: whether weights travel between GPUs, in
+        a transfer that a replacement joins when it is up. colocated: whether engines sleep during training.
         adapter_versions: see `model.lora.versions`. name: of the role.
         """
         self.fleet = fleet

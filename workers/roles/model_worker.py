@@ -198,7 +198,7 @@ class TrainedWorker(ModelWorker):
         """Copy this rank's state, and start to send it to its holders. holders: actors, by rank."""
         import ray
 
-        # The last copies must be complete before older ones are dropped. A lost holder is the driver's matter.
+        # The last copies must be complete before older ones go. A lost holder is the driver's matter.
         if self._sent_copies:
             ray.wait(self._sent_copies, num_returns=len(self._sent_copies))
         copy = ray.put(self.engine.checkpointer.copy(extra))

@@ -226,7 +226,7 @@ class WeightSender:
         return sorted(self._client.lost)
 
     def _abort(self) -> None:
-        """Leave the broadcast, which would wait for a lost engine. vLLM then gathers on, as other ranks do."""
+        """Leave the broadcast, which would wait for a lost engine. vLLM then gathers, as other ranks do."""
         group = getattr(self._trainer_side, "model_update_group", None)
         if group is not None:
             group.destroy()

@@ -4,8 +4,8 @@
     out, lse of all keys, and the gradient of out --ballast::flash4_attention_backward--> three gradients
 
 torch's `activate_flash_attention_impl("FA4")` fails with 4.0.0b36, whose forward pass returns five values. So
-the forward pass is the package's public function. The backward pass is the function below its autograd: rings,
-shared prefixes and sinks give it the log-sum-exp of all keys, which only this function takes.
+the forward pass is the package's public function. The backward pass is the function below its autograd:
+rings, shared prefixes and sinks give it the log-sum-exp of all keys, which only this function takes.
 
 As operators, recomputation keeps their outputs and the simulated GPU counts them. The package compiles a
 kernel at the first call of each kind, in about 11 s.
@@ -31,8 +31,8 @@ VERSION = "4.0.0b36"
 GENERATIONS = (9, 10)
 """Major compute capabilities: Hopper and Blackwell of data centers."""
 CALLED = {
-    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal "
-    "window_size return_lse",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale "
+    "causal window_size return_lse",
     "_flash_attn_bwd": "q k v out dout lse softmax_scale causal window_size_left window_size_right "
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k deterministic",
 }
