@@ -258,7 +258,7 @@ class TimedNCCLWeightTransferEngine(NCCLWeightTransferEngine):
         try:
             super().receive_weights(update_info)
         except Exception as error:
-            if is_late.is_set():  # what an abort left in the buffers was no weight
+            if is_late.is_set():  # an abort leaves values in the buffers that are not weights
                 raise _too_late(timeout_s) from error
             raise
         finally:
