@@ -39,6 +39,11 @@ def prepare_run(
             f"rollout.max_staleness={config.rollout.max_staleness}: your loop decides when to sample and "
             "publish. Remove it."
         )
+    if config.run.peer_copies:
+        raise ConfigError(
+            f"run.peer_copies={config.run.peer_copies}: your loop decides what to do after a loss, and no copy "
+            "would be read. Remove it, and call save()."
+        )
 
     def read(log: Log) -> Inputs:
         return read_inputs(config, log, functions) if config.has_data else inputs_without_data(config)

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controller.actors.launch import WorkerGroups
 from controller.checkpoints.progress import Progress
-from workers.errors import BallastError, clause
+from workers.errors import BallastError, LostError, clause
 
 Rank = tuple[str, int]
 """A role and the index of its rank."""
@@ -122,6 +122,8 @@ class PeerCopies:
             for role, group in roles.trained.items():
                 holders = [self._holders[plan.sources[role, rank.index]] for rank in group.ranks]
                 states[role] = group.load_copies(plan.step, holders)
+        except LostError:
+            raise
         except BallastError as error:
             log(f"run.peer_copies: step {plan.step} cannot be loaded from memory: {clause(error)}")
             return None

@@ -245,7 +245,9 @@ def _check_recoverable(config: TrainingConfig, budget: RestartBudget, error: Los
 
 
 def resuming(config: Settings) -> Settings:
-    if not config.run.peer_copies and not checkpoints_at(config.run_folder):
+    has_copies = bool(config.run.peer_copies) and config.run.resume == "never"
+    # If no copy in memory is complete, a run that began with run.resume=PATH begins there again.
+    if not has_copies and not checkpoints_at(config.run_folder):
         return config
     going_on = copy(config)
     going_on.run = replace(config.run, resume="auto")

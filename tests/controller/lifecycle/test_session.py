@@ -108,6 +108,13 @@ def test_before_its_first_checkpoint_a_run_begins_again_as_it_began(tmp_path: Pa
     assert resuming(config_for(tmp_path, resume="runs/other")).run.resume == "auto"
 
 
+def test_with_copies_in_memory_a_run_continues_under_its_name_and_keeps_a_named_checkpoint(
+    tmp_path: Path,
+) -> None:
+    assert resuming(config_for(tmp_path, resume="never", peer_copies=1)).run.resume == "auto"
+    assert resuming(config_for(tmp_path, resume="runs/other", peer_copies=1)).run.resume == "runs/other"
+
+
 @pytest.mark.parametrize(
     ("run", "errors", "named"),
     [
