@@ -7,10 +7,9 @@
     process.fork()                     --socket-->           a copy of the process, with its own connection
     process.end()                                            killed, with all that it has started
 
-    UserProcess: keeper --fork--> users' code --fork--> keeper --fork--> a copy, for users' code
+    UserProcess --fork--> keeper --fork--> a copy, for users' code: the keeper kills what it leaves behind
 
-A keeper kills what users' code leaves behind, also when our process was killed. Our process never unpickles
-users' data. A UserProcess ends with its parent and ignores Ctrl-C.
+Our process never unpickles users' data. A UserProcess ends with its parent and ignores Ctrl-C.
 """
 
 import ctypes
@@ -29,16 +28,12 @@ import time
 from contextlib import suppress
 from io import BufferedReader
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, describe_error
 from workers.user_code.session_keys import hide_session_keys
 
-if TYPE_CHECKING:
-    import psutil
-
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
-FORK_KEEPER = "fork-keeper"  # a process's name, at most 15 bytes: it ends its copy by itself
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 EXIT_SECONDS = 1.0  # for a process that has closed its connection to exit, and so to have an exit code
 START_SECONDS = 60.0  # for a process to start and read its request
 HEADER = 8  # bytes: the size of a request
@@ -179,8 +174,6 @@ class UserProcess(Connection):
     def _kill(self, exit_s: float) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(exit_s)
-        if self._process.returncode is None:
-            _kill_below(self._process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
@@ -236,8 +229,6 @@ def _terminate(handle: int, seconds: float) -> bool:
 def _kill_below(pid: int, *, stop: bool = True) -> None:
     """Kill the descendants of a process, also those in groups of their own. stop: stop the process itself
     before.
-
-    Forks' keepers, and what is below them, end by themselves when the process above them has ended.
     """
     import psutil
 
@@ -246,28 +237,14 @@ def _kill_below(pid: int, *, stop: bool = True) -> None:
         if stop:
             root.suspend()  # it starts no others meanwhile
         for _ in range(KILL_ROUNDS):
-            living = _living_below(root)
+            living = [
+                child for child in root.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+            ]
             for child in living:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
+                child.kill()
             if not living:
                 return
             time.sleep(KILL_SECONDS)
-
-
-def _living_below(root: "psutil.Process") -> list["psutil.Process"]:
-    """Return a process's descendants without forks' keepers and what is below them."""
-    import psutil
-
-    living = []
-    for child in root.children():
-        with suppress(psutil.NoSuchProcess):
-            if child.name() == FORK_KEEPER:
-                continue
-            if child.status() != psutil.STATUS_ZOMBIE:
-                living.append(child)
-            living += _living_below(child)
-    return living
 
 
 def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
@@ -333,10 +310,10 @@ class Channel:
 
 
 def main() -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # hidden from users' code
     descriptor = int(sys.argv.pop())
-    _become_child_of_keeper(descriptor)
     target = sys.argv.pop()
     channel = Channel(descriptor)
     try:
@@ -352,45 +329,6 @@ def main() -> None:
             _serve(channel, outcome)
     except EOFError:  # the other side is gone, maybe killed
         signal.raise_signal(signal.SIGTERM)
-
-
-def _become_child_of_keeper(descriptor: int) -> None:
-    """Fork, and return in the new process. This process becomes its keeper, and ends in the same way.
-
-    Without a keeper, what users' code has started would go on after our process was killed.
-    """
-    signal.signal(signal.SIGTERM, _exit)
-    end_with_parent(signal.SIGTERM)  # so that the keeper can still kill
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        end_with_parent()
-        return
-    os.close(descriptor)  # else the other side would not notice that the child has ended
-    code = -signal.SIGKILL
-    try:
-        pid = status = 0
-        while pid != child:  # others are processes that their parents have left
-            pid, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-    except SystemExit:
-        os.kill(child, signal.SIGKILL)
-    finally:
-        _kill_left_behind()
-        if code < 0:
-            if -code != signal.SIGKILL:
-                signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        os._exit(code)
-
-
-def _kill_left_behind() -> None:
-    """Kill what is still below this keeper."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(ChildProcessError):  # nothing is left
-        os.waitpid(-1, os.WNOHANG)
-        _kill_below(os.getpid(), stop=False)
 
 
 def _serve(channel: Channel, answer: Any) -> None:
@@ -420,11 +358,9 @@ def _fork_below_keeper(descriptor: int) -> Channel:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)  # so that the keeper can still kill
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, FORK_KEEPER.encode())
     keeper = os.getpid()
     copy = os.fork()
     if not copy:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
         os.setsid()
         end_with_parent()
         channel = Channel(descriptor)
@@ -438,13 +374,14 @@ def _fork_below_keeper(descriptor: int) -> Channel:
         if not _terminate(os.pidfd_open(copy), CLOSE_SECONDS):
             sys.stderr.write(f"users' code was killed {CLOSE_SECONDS:g} s after SIGTERM, which it ignored\n")
     finally:
-        _kill_left_behind()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(ChildProcessError):  # nothing is left
+            os.waitpid(-1, os.WNOHANG)
+            _kill_below(keeper, stop=False)
         os._exit(0)
 
 
 def _exit(signum: int, frame: Any) -> None:
-    # The kernel sends it again when the next parent ends, and must not cut the first short.
-    signal.signal(signum, signal.SIG_IGN)
     raise SystemExit
 
 
