@@ -338,7 +338,7 @@ class RecordingEngine:
 
 def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(ray_session: None) -> None:
     engines = [RecordingEngine.remote() for _ in range(3)]
-    client = EngineClient(engines, tensor_parallel=2)
+    client = EngineClient(engines, tensor_parallel=2, together=True)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
     client.version = 4
     client.start_weight_update()
@@ -368,22 +368,28 @@ class FailingEngine:
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "named"),
-    [
-        ("refuses", RolloutError, "nothing for a.weight"),
-        ("breaks", RolloutError, "rollout replica 1"),
-        ("dies", LostError, "rollout replica 1"),
-    ],
+    ("how", "named"), [("refuses", "nothing for a.weight"), ("breaks", "rollout replica 1")]
 )
 def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
-    ray_session: None, how: str, error: type[Exception], named: str
+    ray_session: None, how: str, named: str
 ) -> None:
     engines = [FailingEngine.remote("waits"), FailingEngine.remote(how)]
-    client, told = EngineClient(engines, tensor_parallel=1), []
-    client.on_failure = lambda: told.append(True)
-    with pytest.raises(error, match=named):
+    client, aborts = EngineClient(engines, tensor_parallel=1, together=True), []
+    client.abort = lambda: aborts.append(True)
+    with pytest.raises(RolloutError, match=named):
         client.update_weights({"names": ["a"]})
-    assert told == [True], "a broadcast would wait for ever"
+    assert aborts == [True], "a broadcast would wait for ever"
+    assert isinstance(client.failure, RolloutError)
+    for engine in engines:
+        ray.kill(engine)
+
+
+def test_a_replica_that_dies_in_a_broadcast_aborts_it_and_is_left_out(ray_session: None) -> None:
+    engines = [FailingEngine.remote("waits"), FailingEngine.remote("dies")]
+    client, aborts = EngineClient(engines, tensor_parallel=1, together=True), []
+    client.abort = lambda: aborts.append(True)
+    client.update_weights({"names": ["a"]})
+    assert (aborts, client.lost, client.failure) == ([True], {1}, None)
     for engine in engines:
         ray.kill(engine)
 
