@@ -41,8 +41,8 @@ def prepare_run(
         )
     if config.run.peer_copies:
         raise ConfigError(
-            f"run.peer_copies={config.run.peer_copies}: your loop decides what to do after a loss, and no copy "
-            "would be read. Remove it, and call save()."
+            f"run.peer_copies={config.run.peer_copies}: a loss ends your loop, and no copy would be "
+            "read. Remove it, and call save()."
         )
 
     def read(log: Log) -> Inputs:
