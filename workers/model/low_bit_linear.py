@@ -116,6 +116,8 @@ def dequantize(codes: Tensor, scales: Tensor, pairs: Tensor | None = None) -> Te
         values = codes.float()
     else:
         pairs = _pairs(codes.device) if pairs is None else pairs
+        # With cpu_offload=all the module's table stays on the host, where FSDP2 leaves buffers.
+        pairs = pairs.to(codes.device)
         values = functional.embedding(codes.int(), pairs).flatten(-2)
     blocks = values.unflatten(-1, (scales.shape[-1], -1))
     return (blocks * scales.float()[..., None]).flatten(-2)

@@ -64,6 +64,18 @@ def test_levels_come_back_and_all_else_goes_to_the_nearest_level() -> None:
     assert not dequantize(*quantize(torch.zeros(2, 16), "nf4")).any()
 
 
+def test_codes_on_another_device_than_the_table_are_read_there() -> None:
+    """FSDP2 with offloaded weights gathers codes on the GPU, and leaves the table on the host."""
+    layer = LowBitLinear(nn.Linear(32, 4, bias=False), "nf4")
+    layer.codes = nn.Parameter(layer.codes.to("meta"), requires_grad=False)
+    layer.scales = nn.Parameter(layer.scales.to("meta"), requires_grad=False)
+    input = torch.empty(3, 32, device="meta", requires_grad=True)
+    output = layer(input)
+    output.sum().backward()
+    assert (output.device.type, output.shape) == ("meta", (3, 4))
+    assert input.grad is not None and input.grad.shape == (3, 32)
+
+
 @pytest.mark.parametrize("base_dtype", ROUNDED)
 def test_output_and_gradient_are_those_of_the_rounded_weight(base_dtype: str) -> None:
     torch.manual_seed(0)
