@@ -10,15 +10,13 @@ ranks have. Each rank reads from a process that holds this step.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from controller.actors.launch import WorkerGroups
 from controller.checkpoints.progress import Progress
 from workers.errors import BallastError, LostError, clause
+
+if TYPE_CHECKING:
+    from controller.actors.launch import WorkerGroups
 
 Rank = tuple[str, int]
 """A role and the index of its rank."""
@@ -93,7 +91,7 @@ class PeerCopies:
     def __init__(self) -> None:
         self._holders: dict[str, Any] = {}
 
-    def begin(self, roles: WorkerGroups, progress: Progress, log: Callable[[str], None]) -> None:
+    def begin(self, roles: "WorkerGroups", progress: Progress, log: Callable[[str], None]) -> None:
         """Copy the state after `progress.step`. Returns when it is in each rank's host memory. Ranks send it
         on while training continues.
         """
@@ -103,7 +101,7 @@ class PeerCopies:
             holders = [[self._holder(node) for node in rank_nodes] for rank_nodes in nodes]
             group.send_copies(progress.step, progress.to_json(), holders)
 
-    def restore(self, roles: WorkerGroups, newer_than: int, log: Callable[[str], None]) -> Progress | None:
+    def restore(self, roles: "WorkerGroups", newer_than: int, log: Callable[[str], None]) -> Progress | None:
         """Load the newest complete copy, unless a checkpoint is newer. Returns None without one.
 
         newer_than: step of the last checkpoint, -1 without one.
@@ -135,11 +133,16 @@ class PeerCopies:
             holder.drop_after.remote(step)
 
     def stop(self) -> None:
+        import ray
+
         for holder in self._holders.values():
             ray.kill(holder)
         self._holders.clear()
 
     def _holder(self, node: str) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         if node not in self._holders:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": strategy}
@@ -148,6 +151,9 @@ class PeerCopies:
 
     def _held(self, log: Callable[[str], None]) -> dict[str, list[tuple[Rank, int]]]:
         """List the copies of each holder. Lost holders are logged and removed."""
+        import ray
+        from ray.exceptions import RayError
+
         held = {}
         for node, holder in list(self._holders.items()):
             try:
