@@ -13,7 +13,7 @@ from workers.config.roles import ModelConfig, RolloutConfig
 from workers.engine.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
 from workers.engine.kept_caches import KeptCaches
 from workers.engine.vllm_interface import PREFILL_TOKENS, engine_arguments
-from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.engine_actor import Update, VllmEngineActor
 
 REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
 
@@ -114,6 +114,7 @@ def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(
     config = load(None, [*REQUIRED, "rollout.max_staleness=2", f"rollout.kv_cache_after_update={setting}"])
     worker, engine = VllmEngineActor.__new__(VllmEngineActor), PausedEngine()
     worker.index, worker.model, worker.config, worker._engine = 0, config.model, config.rollout, engine
+    worker._update = Update.NONE
     caches = worker._caches = KeptCaches(config.rollout)
     with caches.request(7) as begun:
         for _ in range(5):

@@ -105,10 +105,10 @@ def largest_of(rows: list[list[tuple[float, float, bool]]], name: str) -> Tensor
 
 def check_gradient(found: Tensor, expected: Tensor, inside: Tensor) -> None:
     """The reference where the exponential is within its bound; beyond it the sign, of what
-    float32 can hold.
+    float32 can hold. SAPO's gate p (1 - p) of a far ratio loses 1e-6 to the rounding of p.
     """
     assert found.isfinite().all()
-    torch.testing.assert_close(found[inside].double(), expected[inside], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[inside].double(), expected[inside], rtol=1e-4, atol=1e-5)
     vanishes = (expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)
     beyond = ~inside & ~expected.isnan() & ~vanishes
     assert torch.equal(found[beyond].sign().double(), expected[beyond].sign())
