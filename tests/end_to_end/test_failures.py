@@ -126,8 +126,8 @@ def test_a_rank_killed_without_a_checkpoint_continues_from_memory(
 ) -> None:
     """It is struck in step 4. The model is bit by bit the undisturbed run's."""
     usual = run_with(overrides(settings, f"usual-memory-{role}", *IN_MEMORY), {})
-    given = overrides(settings, f"kill-memory-{role}", *IN_MEMORY)
-    run = run_with(given, {4: faults.kill_rank(role)})
+    struck = overrides(settings, f"kill-memory-{role}", *IN_MEMORY)
+    run = run_with(struck, {4: faults.kill_rank(role)})
     assert run.last["restarts/recoveries"] == 1
     assert any("going on from step 3 in memory" in text for text in run.said), run.said
     assert len(run.outcome.steps) == 1  # step 4
